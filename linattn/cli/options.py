@@ -19,6 +19,7 @@ from linattn.console.errors import CommandError, explained
 from linattn.console.trackers import HELP as TRACKERS
 from linattn.models import PRESETS, LanguageModelConfig
 from linattn.models.config import preset_fields, upgraded
+from linattn.nn.attention import allows_induction
 
 # how argparse reads an option of a type; the least value of an integer is the option's own
 BY_TYPE: dict[Any, parse.Parsing] = {
@@ -178,11 +179,8 @@ def _excluded(options: TrainOptions) -> dict[str, Any]:
     """Return the defaults that others exclude, with values that none does."""
     if not options.convolution:
         return {"convolution_on": "inputs", "induction": False}
-    # a token's key cannot be the query of the token before
-    has_late_keys = options.convolution_on == "projections" and options.convolution > 1
-    if not has_late_keys or options.writes > 1 or options.num_key_heads not in (None, options.num_heads):
-        return {"induction": False}
-    return {}
+    on, heads = options.convolution_on, (options.num_heads, options.num_key_heads)
+    return {} if allows_induction(options.convolution, on, *heads, options.writes) else {"induction": False}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -126,8 +126,12 @@ class MultiheadAttention(nn.Module):
         check_sizes(convolution=convolution, least=0)
         _check_choices(rotary, convolution, convolution_on, gate, gate_function)
         key_heads = num_heads if num_key_heads is None else num_key_heads
-        if induction:
-            _check_induction(convolution, convolution_on, num_heads, key_heads, writes)
+        if induction and not allows_induction(convolution, convolution_on, num_heads, key_heads, writes):
+            raise ValueError(
+                "induction needs a convolution on projections over two tokens at least, as many key heads as query "
+                f"heads and one write per token, but there are a convolution of {convolution} on {convolution_on}, "
+                f"{key_heads} key heads for {num_heads} query heads, and {writes} writes"
+            )
         self.head_dim = checked_head_dim(dim, num_heads, key_heads, head_dim)
         self.key_dim = self.head_dim if key_dim is None else key_dim
         self.rotary, self.dim, self.unit_keys, self.writes = rotary, dim, unit_keys, writes
@@ -306,17 +310,12 @@ def _check_choices(rotary: float | None, convolution: int, convolution_on: str, 
         raise ValueError(f"gate_function is {gate_function!r}, but gate is false: there is none")
 
 
-def _check_induction(convolution: int, convolution_on: str, num_heads: int, key_heads: int, writes: int) -> None:
-    if convolution_on != "projections" or convolution < 2:
-        raise ValueError(
-            "induction needs a convolution on projections over two tokens at least, "
-            f"but it is over {convolution} on {convolution_on}"
-        )
-    if key_heads != num_heads or writes != 1:
-        raise ValueError(
-            "induction needs a key for each query: as many key heads as query heads and one write per token, "
-            f"but there are {num_heads} query heads, {key_heads} key heads and {writes} writes"
-        )
+def allows_induction(
+    convolution: int, convolution_on: str, num_heads: int, num_key_heads: int | None, writes: int
+) -> bool:
+    """Return whether a token's key can be the query of the token before."""
+    is_late = convolution_on == "projections" and convolution > 1
+    return is_late and num_key_heads in (None, num_heads) and writes == 1
 
 
 def _split(x: Tensor, channels: int, writes: int = 1) -> Tensor:

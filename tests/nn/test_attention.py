@@ -265,12 +265,12 @@ def test_the_limit_of_the_write_strength():
     [
         ({"convolution": 3, "convolution_on": "outputs"}, "convolution_on must be one of inputs, projections"),
         ({"beta_limit": 2.0}, "beta_limit is of attentions with the delta rule"),
-        ({"induction": True}, "convolution on projections over two tokens at least, but it is over 0 on inputs"),
-        ({"induction": True, "convolution": 4}, "but it is over 4 on inputs"),
-        ({"induction": True, "convolution": 1, "convolution_on": "projections"}, "but it is over 1 on projections"),
+        ({"induction": True}, "induction needs a convolution on projections over two tokens .* of 0 on inputs"),
+        ({"induction": True, "convolution": 4}, "a convolution of 4 on inputs"),
+        ({"induction": True, "convolution": 1, "convolution_on": "projections"}, "a convolution of 1 on projections"),
         (
             {"induction": True, "convolution": 2, "convolution_on": "projections", "num_key_heads": 2},
-            "but there are 4 query heads, 2 key heads and 1 writes",
+            "2 key heads for 4 query heads, and 1 writes",
         ),
         ({"gate": True, "gate_function": "relu"}, "gate_function must be one of silu, sigmoid"),
     ],
