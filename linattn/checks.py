@@ -90,8 +90,8 @@ def extra(name: str) -> Iterator[None]:
 
 def check_types(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function, or a constructor, raise ValueError for an argument that is not of the type that its annotation
-    names: bool, int, float (NaN is none), str, None, and unions and tuples of them, with their lengths. Compiled graphs
-    skip the check."""
+    names: bool, int, float (NaN is none), str, None, a function, and unions and tuples of them, with their lengths.
+    Compiled graphs skip the check."""
     annotations = {name: each.annotation for name, each in inspect.signature(function).parameters.items()}
     names = tuple(annotations)
 
@@ -129,6 +129,8 @@ def _fits(value: object, annotation: Any) -> bool:
         return isinstance(value, annotation)
     if isinstance(annotation, UnionType):
         return any(_fits(value, each) for each in get_args(annotation))
+    if get_origin(annotation) is Callable:
+        return callable(value)
     if not _is_series(annotation):
         return True
     if not isinstance(value, Sequence) or isinstance(value, str) or _length(annotation) not in (None, len(value)):
@@ -153,4 +155,4 @@ def _described(annotation: Any) -> str:
         length = _length(annotation)
         kind = "a tuple" if length is None else f"a tuple of {length}"
         return f"{kind}, with each entry {_described(get_args(annotation)[0])}"
-    return _NAMES[annotation]
+    return "a function" if get_origin(annotation) is Callable else _NAMES[annotation]

@@ -1,11 +1,11 @@
 """Arguments of a wrong type: every public constructor and function answers with a ValueError that names the argument,
-for all its numbers, strings and booleans, as the annotations say which they are."""
+for all its numbers, strings, booleans and functions, as the annotations say which they are."""
 
 import importlib
 import inspect
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -28,18 +28,11 @@ MODULES = [
 ]
 MODULES += [f"linattn.compat.{name}" for name in ("fast_transformers", "linear_attention_transformer", "linformer")]
 MODULES += ["linattn.compat.performer_pytorch", "linattn.compat.linear_multihead_attention"]
-# records of results, states, and records that are checked where they are used
+# records of results, states, records that are checked where they are used, and a class with transformers' arguments
 RECORDS = {"AttentionState", "Choice", "Conversion", "Features", "LayerPlan", "LinattnCache", "LinattnConfig", "Plan"}
 RECORDS |= {"Preset", "Progress", "Report", "Scores", "SoftmaxComparison", "SpeedUp", "Training", "Traits"}
-RECORDS |= {
-    "Compressed",
-    "GateNeeds",
-    "NewToken",
-    "Prefix",
-    "StateFile",
-    "LinformerContextSettings",
-    "LinformerSettings",
-}
+RECORDS |= {"Compressed", "GateNeeds", "NewToken", "Prefix", "StateFile", "StatefulTrainer"}
+RECORDS |= {"LinformerContextSettings", "LinformerSettings"}
 
 WRONG = {int: (1.5, "1", True), float: ("1", True, math.nan), bool: ("no", 2), str: (3, []), NoneType: ()}
 RIGHT = {int: 4, float: 0.5, bool: False, str: "elu"}
@@ -52,17 +45,22 @@ def members(annotation: Any) -> tuple[Any, ...]:
 def wrong_values(kind: Any) -> Iterable[Any]:
     if kind in WRONG:
         return WRONG[kind]
+    if get_origin(kind) is Callable:
+        return "relu", 2
     entry, *others = get_args(kind)
     lengths = () if get_origin(kind) is Sequence or Ellipsis in others else (len(others), len(others) + 2)
     return [*((x,) for x in WRONG[entry]), *((RIGHT[entry],) * length for length in lengths)]
 
 
-def is_series(kind: Any) -> bool:
-    return get_origin(kind) in (tuple, Sequence) and get_args(kind)[0] in WRONG
+def is_plain(kind: Any) -> bool:
+    """Return whether a wrong value of the kind can be made."""
+    is_series = get_origin(kind) in (tuple, Sequence) and get_args(kind)[0] in WRONG
+    return kind in WRONG or is_series or get_origin(kind) is Callable
 
 
 def plain_arguments() -> Iterator[Any]:
-    """Yield (function, argument, wrong value) for each argument of numbers, strings and booleans, or tuples of them."""
+    """Yield (function, argument, wrong values) for each argument of numbers, strings and booleans, tuples of them, and
+    functions."""
     for module in map(importlib.import_module, MODULES):
         for name in module.__all__:
             function = getattr(module, name)
@@ -72,7 +70,7 @@ def plain_arguments() -> Iterator[Any]:
                 if parameter.kind is parameter.VAR_POSITIONAL:
                     continue
                 kinds = members(parameter.annotation)
-                if all(kind in WRONG or is_series(kind) for kind in kinds):
+                if all(map(is_plain, kinds)):
                     # values of each kind that no other kind of the union takes
                     wrong = [x for kind in kinds for x in wrong_values(kind) if not any(fits(x, one) for one in kinds)]
                     values = wrong if NoneType in kinds else [None, *wrong]
@@ -137,6 +135,8 @@ def other_arguments(function: Any, name: str) -> tuple[list[Any], dict[str, Any]
 
 
 PARTS = {
+    "function": torch.relu,
+    "kernel": torch.relu,
     "inner": named_attention("elu", num_heads=4, head_dim=4, causal=True),
     "feature_map": linattn.TaylorFeatureMap(),
     "module": nn.Identity(),

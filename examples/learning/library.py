@@ -88,9 +88,9 @@ def _code(seed: int, _: Path | None, *, length: int) -> Library:
     return Library(seed, length=length)
 
 
-def _prose(seed: int, path: Path | None, *, length: int) -> Library:
+def _text(seed: int, path: Path | None, *, length: int) -> Library:
     if path is None:
-        raise ValueError("bytes of prose need a text: --data PATH")
+        raise ValueError("bytes of a text need the text: --data PATH")
     return Library(seed, path, length=length)
 
 
@@ -166,6 +166,8 @@ SIZES = tuple(
     for minutes in (2, 10, 60)
 )
 LONG = (_task("long", "bytes for half an hour", 256, _code, seconds=LONG_SECONDS),)
-PROSE = tuple(_task("prose", "bytes of prose", length, _prose) for length in (256, 1_024))
+PROSE, PLAYS = (
+    tuple(_task(text, f"bytes of {text}", length, _text) for length in (256, 1_024)) for text in ("prose", "plays")
+)
 # what is run only if it is named: it takes long, or a text
-RARE = (SCALING, *SIZES, *LONG, *PROSE)
+RARE = (SCALING, *SIZES, *LONG, *PROSE, *PLAYS)

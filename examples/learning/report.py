@@ -32,7 +32,7 @@ SCALES: dict[str, Callable[[Run], float]] = {
     "processor time of training, s": lambda run: run["curve"][-1]["seconds"],
 }
 # tasks that compare each method at its best learning rate
-TUNED = {"bytes": library.TASKS, "long": library.LONG, "prose": library.PROSE}
+TUNED = {"bytes": library.TASKS, "long": library.LONG, "prose": library.PROSE, "plays": library.PLAYS}
 
 
 def state_size(task: Task, method: str) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linattn.attention import InnerAttention, LinearAttention, LocalAttention, SoftmaxAttention, SplitHeads
+from linattn.checks import check_types
 from linattn.feature_maps import GeneralizedFeatureMap
 from linattn.integrations.transformers.stock_attention.attention import attention_of
 from linattn.linearize.attention import EXACT, LinearizedAttention, linearized_layers, own_attention
@@ -32,6 +33,7 @@ Control = Callable[[LayerCall], Outputs]
 """Returns the output that replaces y."""
 
 
+@check_types
 @contextmanager
 def controlled(model: nn.Module, control: Control) -> Iterator[None]:
     """Replace the output of every linearized layer by that of `control` inside the block, in calls without a cache.

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linattn.checks import check_fields, check_numbers, given
+from linattn.checks import check_fields, check_numbers, check_types, given
 from linattn.linearize.attention import linearized_layers, own_attention
 from linattn.linearize.calls import Batch
 from linattn.linearize.controls import CONTROLS, controlled, entropies
@@ -183,6 +183,7 @@ class Clock:
         return self.per_token * tokens < self.left()
 
 
+@check_types
 def report(
     model: PreTrainedModel,
     teacher: PreTrainedModel,

@@ -50,6 +50,8 @@ def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor
     """Apply `function` to every tensor of a `state`: nested tuples of tensors, each with the batch in front.
 
     With a kind of state as `leaf`, apply it to the instances of that kind instead; other tensors stay."""
+    if not callable(function):
+        raise ValueError(f"function must be a function, but is {function!r}")
     if isinstance(state, leaf):
         return function(state)
     if isinstance(state, tuple):

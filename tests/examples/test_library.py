@@ -35,13 +35,13 @@ def test_every_15th_file_is_held_out_and_tests_are_left_out(small):
     assert train.tolist() == [i for i in range(31) if i % 15 for _ in range(100)]
 
 
-def test_the_last_tenth_of_prose_is_held_out(tmp_path):
+def test_the_last_tenth_of_a_text_is_held_out(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(bytes(range(200)))
     train, held_out = library.split(text)
     assert train.tolist() == list(range(180)) and held_out.tolist() == list(range(180, 200))
-    for task in library.PROSE:
-        with pytest.raises(ValueError, match="bytes of prose need a text: --data PATH"):
+    for task in library.PROSE + library.PLAYS:
+        with pytest.raises(ValueError, match="bytes of a text need the text: --data PATH"):
             task.prepare(0, None)
     # a file's bytes are read once
     long = tmp_path / "long"

@@ -140,14 +140,15 @@ def test_a_variant_has_a_row_of_its_own():
     assert report.tables(runs)["rates"] == report.tables(runs[:1])["rates"]
 
 
-def test_prose_has_a_table_of_its_own():
-    page = report.with_tables(PAGE, [tuned("prose1024", "softmax+silu4", 0, 1.5, optimizer="muon")])
-    _, table = page.split("<!-- table prose -->")
+@pytest.mark.parametrize("text", ["prose", "plays"])
+def test_a_text_has_a_table_of_its_own(text):
+    page = report.with_tables(PAGE, [tuned(f"{text}1024", "softmax+silu4", 0, 1.5, optimizer="muon")])
+    _, table = page.split(f"<!-- table {text} -->")
     head, _, row = cells(table.split("<!-- end -->")[0].strip())
     assert head[3:] == [
-        "bytes of prose, 256 at a time",
+        f"bytes of {text}, 256 at a time",
         "rate, warm-up",
-        "bytes of prose, 1,024 at a time",
+        f"bytes of {text}, 1,024 at a time",
         "rate, warm-up",
     ]
     assert row[3:] == ["", "", "1.500 (900)", "0.002, 100"] and page.count("old") == len(NAMES) - 1
