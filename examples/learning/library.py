@@ -107,6 +107,7 @@ def _hybrid(*layers: str, window: int = 64) -> LanguageModelConfig:
 MODELS = {
     "softmax+convolution": _model("softmax", rotary=10_000.0),
     "local+convolution": _model("local", window=64, rotary=10_000.0),
+    "local256+convolution": _model("local", window=256, rotary=10_000.0),
     "gated_delta+convolution": _model("gated_delta", rotary=None, head_norm=True),
     "ssd+convolution": _model("ssd", rotary=None, head_norm=True),
     "gla+convolution": _model("gla", rotary=None, head_norm=True),

@@ -27,6 +27,7 @@ def small_tests(monkeypatch):
     monkeypatch.setattr("examples.learning.recall.BATCH", 8)
     monkeypatch.setattr("examples.learning.haystack.LENGTHS", (32, 128))
     monkeypatch.setattr("examples.learning.library.BATCH", 1_024)
+    monkeypatch.setattr("examples.learning.library.PASSAGES", 2)
     monkeypatch.setattr(
         "examples.learning.library.split", lambda text=None: (torch.arange(8_192) % 251, torch.arange(8_192) % 251)
     )
