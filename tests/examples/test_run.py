@@ -163,5 +163,5 @@ def test_what_takes_long_or_a_text_is_run_only_if_it_is_named(tmp_path, monkeypa
     monkeypatch.setattr(run, "train", fake_train(calls))
     run.main(["--out", str(tmp_path / "runs.jsonl")])
     assert {name for name, _, _ in calls} == {
-        name for name in run.TASKS if not name.startswith(("prose", "long", "scaling", "minutes"))
+        name for name in run.TASKS if not name.startswith(("prose", "plays", "long", "scaling", "minutes"))
     }
