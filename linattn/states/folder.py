@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from linattn.models.language_model import LanguageModel
 from linattn.states.file import fingerprint, load_state, save_state
+from linattn.states.holders import options_of
 
 Key = tuple[int, str]
 """The number of tokens, and a digest of them."""
@@ -24,8 +24,7 @@ class StateFolder:
     on `variant`; so no model finds the states of another."""
 
     def __init__(self, root: str | os.PathLike[str], model: nn.Module, variant: str, *, budget: int):
-        options = model.config.to_dict() if isinstance(model, LanguageModel) else None
-        identity = json.dumps([type(model).__name__, options, fingerprint(model), variant], sort_keys=True)
+        identity = json.dumps([type(model).__name__, options_of(model), fingerprint(model), variant], sort_keys=True)
         self.root, self.budget = Path(root), budget
         self.folder = self.root / hashlib.sha256(identity.encode()).hexdigest()[:32]
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -71,3 +71,12 @@ def test_nothing_writes_to_a_state(name):
 def test_a_model_whose_rows_cannot_be_joined_is_named(name, reason):
     with pytest.raises(ValueError, match=f"ForCausalLM cannot be joined: {reason}"):
         PretrainedTokenModel(make(name))
+
+
+def test_models_that_differ_in_their_attention_share_no_file(tmp_path):
+    """The weights are the same, and the states have the same shapes."""
+    model, text = stock("linattn"), [3, 1, 4, 1, 5]
+    states.PrefixCache(PretrainedTokenModel(model), folder=tmp_path).read(text)
+    assert states.PrefixCache(PretrainedTokenModel(model), folder=tmp_path).find(text).num_tokens == 5
+    model.set_attn_implementation("linattn:local+relu")
+    assert states.PrefixCache(PretrainedTokenModel(model), folder=tmp_path).find(text).num_tokens == 0
