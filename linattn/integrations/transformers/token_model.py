@@ -77,13 +77,12 @@ class PretrainedTokenModel(TokenModel):
     def extend_hidden(  # pyright: ignore[reportIncompatibleMethodOverride]: it takes no context
         self, tokens: TokenIds, state: TokenModelState | None = None, *, key_mask: TokenMask = None
     ) -> tuple[Float[Tensor, "b last v"], TokenModelState]:
-        """Return the logits after the last of the next tokens, and the new state. Masked tokens stand at the end of
-        their rows, for which nothing is returned."""
+        """Return the logits after the last of the next tokens, and the new state. A masked token is a missing token;
+        with one, no logits are returned."""
         b, n = tokens.shape
         state = for_batch(self._empty if state is None else checked_kind(state, TokenModelState), b)
         if key_mask is not None and not bool(key_mask.all()):
-            lengths = enumerate(key_mask.sum(1).tolist())
-            rows = [self.extend_hidden(tokens[i : i + 1, :length], select(state, [i])) for i, length in lengths]
+            rows = [self.extend_hidden(tokens[i : i + 1, mask], select(state, [i])) for i, mask in enumerate(key_mask)]
             return tokens.new_zeros(b, 0, self.vocab_size).float(), concatenate([state for _, state in rows])
         if not n:
             return tokens.new_zeros(b, 0, self.vocab_size).float(), state

@@ -80,3 +80,15 @@ def test_models_that_differ_in_their_attention_share_no_file(tmp_path):
     assert states.PrefixCache(PretrainedTokenModel(model), folder=tmp_path).find(text).num_tokens == 5
     model.set_attn_implementation("linattn:local+relu")
     assert states.PrefixCache(PretrainedTokenModel(model), folder=tmp_path).find(text).num_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "linattn", "mamba2"])
+def test_masked_tokens_are_missing_tokens(name):
+    model, tokens = PretrainedTokenModel(stock(name)), torch.tensor([[7, 3, 9, 1], [3, 1, 9, 9], [9, 3, 9, 1]])
+    mask = torch.tensor([[False, True, False, True], [True, True, False, False], [False, True, False, True]])
+    with torch.no_grad():
+        _, state = model.extend_hidden(tokens, key_mask=mask)
+        y, _ = model.extend_hidden(torch.tensor([[5], [5], [5]]), state)
+        _, alone = model.extend_hidden(torch.tensor([[3, 1]]))
+        expected, _ = model.extend_hidden(torch.tensor([[5]]), alone)
+    assert_close(y, expected.expand_as(y))
