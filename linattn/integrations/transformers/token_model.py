@@ -58,7 +58,7 @@ class PretrainedTokenModel(TokenModel):
         self._cache_name = (
             "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
         )
-        with torch.inference_mode(), evaluating(model):
+        with torch.no_grad(), evaluating(model):
             self._begin()
             self._check_rows()
 

@@ -92,3 +92,11 @@ def test_masked_tokens_are_missing_tokens(name):
         _, alone = model.extend_hidden(torch.tensor([[3, 1]]))
         expected, _ = model.extend_hidden(torch.tensor([[5]]), alone)
     assert_close(y, expected.expand_as(y))
+
+
+@pytest.mark.parametrize("name", ["llama", "linattn", "mamba2"])
+def test_gradients_flow_where_they_are_on(name):
+    model = PretrainedTokenModel(stock(name))
+    y, _ = model.extend_hidden(torch.tensor([[3, 1, 4]]))
+    y.square().sum().backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
