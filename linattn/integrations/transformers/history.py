@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 class History:
     """The `state` of a layer or model. With `recording`, the tokens since the last `crop` can be taken back, or the
-    last `REACH` of them if there are more. For this the inputs of at most 2 · `REACH` tokens are kept, and one or two
+    last `REACH` of them if there are more, but none before a token that was not recorded. For this the inputs of at most 2 · `REACH` tokens are kept, and one or two
     earlier states. Inputs have their tokens in the dimension `axis`. No state is ever written to."""
 
     def __init__(self, axis: int):
@@ -42,6 +42,7 @@ class History:
         outputs have the tokens in the dimension `axis`."""
         if not self.recording:
             outputs, self.state = read(inputs, self.state)
+            self.spans, self.continues = [], False
             return outputs
         head = self._length(inputs) - REACH
         if head <= 0:

@@ -139,6 +139,22 @@ def test_cropped_is_never_read(name, cuts, count):
             cache.crop(-4)
 
 
+def test_tokens_after_the_end_of_recording_cannot_be_taken_back():
+    """transformers ends it when it returns a cache to the caller."""
+    model, tokens = make("local+elu"), prompts(2, 9)
+    cache = LinattnCache()
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(tokens[:, :6], past_key_values=cache)
+        (layer,) = cache.layers
+        layer.record_past = False
+        model(tokens[:, 6:8], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"last 1 tokens cannot be taken back .* 0 are recorded"):
+            cache.crop(-1)
+        found = model(tokens[:, 8:], past_key_values=cache).logits
+        assert_close(found, model(tokens, use_cache=False).logits[:, -1:])
+
+
 @pytest.mark.parametrize("name", ["elu", "local+elu", "gated_delta"])
 def test_only_the_end_of_a_long_text_is_recorded(name):
     model, tokens = make(name), prompts(1, 700)
