@@ -47,7 +47,8 @@ class RecordingLayer(LinearAttentionLayer):
         self.calls.append(RecordedCall(length, conv, recurrent, {}))
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
-        self.calls[-1].histories[state_idx] = vars(recurrent_states).pop(_HISTORY, None)
+        if self.calls:
+            self.calls[-1].histories[state_idx] = vars(recurrent_states).pop(_HISTORY, None)
         return super().update_recurrent_state(recurrent_states, state_idx, **options)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -102,6 +103,9 @@ def begin_call(past: Any, length: int) -> bool:
             vars(layer).update(vars(layers[i]), calls=deque(maxlen=CALLS))
             layers[i] = layer
         layers[i].begin(length)
+    for layer in layers:
+        if isinstance(layer, RecordingLayer) and not layer.record_past:
+            layer.calls.clear()
     return bool(recording)
 
 

@@ -119,6 +119,25 @@ def test_what_is_not_recorded_cannot_be_taken_back(sped_up, family):
         cache.crop(1)
 
 
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("count", [0, 2])
+@torch.no_grad()
+def test_a_cache_goes_on_after_the_end_of_recording(sped_up, family, count):
+    """transformers ends it when it returns a cache to the caller."""
+    model, x = sped_up(family), tokens(9)
+    cache, fresh = (DynamicCache(config=model.config) for _ in range(2))
+    cache.activate_past_recording()
+    read(model, cache, x[:, : 5 + count])
+    cache.crop(-count)
+    for layer in cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = False
+    expected = read(model, fresh, *x.split(1, 1))
+    assert_close(read(model, cache, x[:, 5:7], x[:, 7:]), expected[:, 5:], rtol=0, atol=2e-5)
+    with pytest.raises((RuntimeError, ValueError), match="activate_past_recording"):
+        cache.crop(-1)
+
+
 def test_a_cache_of_another_name_is_found(sped_up):
     """In a copy of the model, too. Such a cache does not know its length, which an assistant's must."""
     model, x = sped_up("mamba2"), tokens(6).repeat(1, 3)
