@@ -52,11 +52,14 @@ def _compressed(x: Tensor, dtype: torch.dtype) -> Tensor | Compressed:
     if dtype != torch.int8:
         numbers = x.to(dtype)
         return Compressed(numbers, None, name) if _holds(numbers, x) else x
-    smaller = x.ndim > 1 and x.shape[-1] + _SCALE.itemsize < x.shape[-1] * x.element_size()
-    if not smaller or not bool(x.isfinite().all()):
+    if x.ndim < 2 or x.shape[-1] + _SCALE.itemsize >= x.shape[-1] * x.element_size():
         return x
-    scale = x.abs().amax(-1, keepdim=True).to(_SCALE) / 127
-    numbers = (x / scale.clamp(min=torch.finfo(_SCALE).tiny)).round().to(torch.int8)
+    largest = x.abs().amax(-1, keepdim=True)
+    scale, least = largest.to(_SCALE) / 127, torch.finfo(_SCALE).tiny
+    # a subnormal scale has lost its digits
+    if not bool(((largest == 0) | ((scale >= least) & scale.isfinite())).all()):
+        return x
+    numbers = (x / scale.clamp(min=least)).round().to(torch.int8)
     return Compressed(numbers, scale, name)
 
 

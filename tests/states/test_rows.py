@@ -103,11 +103,20 @@ def test_a_compressed_state_is_small_and_near(options, dtype):
 
 
 @pytest.mark.parametrize("dtype", states.compression.COMPACT, ids=str)
-@pytest.mark.parametrize("size", [1e-12, 1e-8, 1e-6, 1e-4, 1.0, 1e4, 1e8])
+@pytest.mark.parametrize("size", [1e-37, 1e-12, 1e-8, 1e-6, 1e-4, 1.0, 1e4, 1e8])
 def test_a_compressed_state_is_near_at_any_size(size, dtype):
     """Where some vectors have faded, and others not."""
     faded, fresh = (LinearState(each * torch.randn(2, 4, 16), each * torch.randn(2, 4)) for each in (size, 1.0))
-    state = states.concatenate([faded, fresh])
+    check_near(states.concatenate([faded, fresh]), dtype)
+
+
+@pytest.mark.parametrize("dtype", states.compression.COMPACT, ids=str)
+@pytest.mark.parametrize("size", [1e-60, 1e45])
+def test_a_compressed_state_is_near_beyond_the_range_of_its_scale(size, dtype):
+    check_near((size * torch.randn(2, 4, 16).double(), torch.zeros(2, 4, 16).double()), dtype)
+
+
+def check_near(state, dtype):
     step = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.int8: 1 / 254}[dtype]
     for x, y in zip(tensors(state), tensors(states.restore(states.compress(state, dtype))), strict=True):
         assert ((x - y).abs() <= 1.01 * step * x.abs().amax(-1, keepdim=True)).all()
