@@ -12,7 +12,7 @@ from linattn.attention.checks import checked_heads
 from linattn.checks import check_types
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.feature_maps.elementwise import ElementwiseFeatureMap
-from linattn.ops.numerics import accumulator, divide, zero_masked
+from linattn.ops.numerics import accumulator, divide, without_autocast, zero_masked
 from linattn.ops.tokens.compaction import per_query_head
 from linattn.types import KeyMask, Keys, Queries, Values
 
@@ -99,8 +99,15 @@ def compare_with_softmax(
         raise ValueError(f"an empty tensor has no weights, but q is {tuple(q.shape)} and k is {tuple(k.shape)}")
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"a causal comparison needs a query for every key, not {q.shape[2]} for {k.shape[2]}")
+    with without_autocast(q):
+        return _compared(q, k, None if v is None else values, feature_map, causal, key_mask)
+
+
+def _compared(
+    q: Queries, k: Keys, v: Values | None, feature_map: FeatureMap, causal: bool, key_mask: KeyMask
+) -> SoftmaxComparison:
     dtype, group = accumulator(q.dtype), q.shape[1] // k.shape[1]
-    q, k, values = q.to(dtype), zero_masked(k.to(dtype), key_mask), zero_masked(values.to(dtype), key_mask)
+    q, k = q.to(dtype), zero_masked(k.to(dtype), key_mask)
     if causal and key_mask is not None:
         q = zero_masked(q, per_query_head(key_mask, q.shape[1]))
     queries, by_key = feature_map.query(q), feature_map.normalize == "keys"
@@ -110,7 +117,7 @@ def compare_with_softmax(
     log_scale = k.new_zeros(k.shape[:-1]) if log_scale is None else log_scale
     present = torch.ones_like(log_scale, dtype=torch.bool) if key_mask is None else key_mask.expand_as(log_scale)
     k, phi_k, log_scale, present = (x.repeat_interleave(group, 1) for x in (k, phi_k, log_scale, present))
-    v = None if v is None else values.repeat_interleave(group, 1)
+    v = None if v is None else zero_masked(v.to(dtype), key_mask).repeat_interleave(group, 1)
     total = torch.zeros(11, q.shape[1], dtype=torch.float64)
     size = max(1, _WEIGHTS_AT_A_TIME // (q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], size):

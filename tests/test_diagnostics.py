@@ -171,6 +171,17 @@ def test_dtypes_and_ranges(name, dtype):
     assert name == "favor_trigonometric" or report.output_error.isfinite().all()
 
 
+@every_map
+def test_autocast_changes_nothing(name):
+    q, k, v = (x.float() for x in tokens())
+    feature_map = FEATURE_MAPS[name](8, 4, 2)
+    expected = compare_with_softmax(q, k, feature_map, v=v)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = compare_with_softmax(q, k, feature_map, v=v)
+    for each in dataclasses.fields(SoftmaxComparison)[1:]:
+        assert_close(getattr(found, each.name), getattr(expected, each.name), rtol=0, atol=0)
+
+
 def test_more_keys_than_queries_and_one_of_each():
     feature_map = EfficientFeatureMap()
     q, k, v = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 9, 8), torch.randn(2, 1, 9, 4)
