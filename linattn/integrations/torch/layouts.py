@@ -5,6 +5,18 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 
+def check_lengths(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise ValueError unless each sequence of a nested `key` has as many values, and all have as many sequences."""
+    if query is key and key is value:
+        return
+    queries, keys, values = (_lengths(x).flatten().tolist() for x in (query, key, value))
+    if keys != values or len(queries) != len(keys):
+        raise ValueError(
+            "keys and values must have the same lengths, and all as many sequences, but the queries are "
+            f"{queries}, the keys {keys} and the values {values} long"
+        )
+
+
 def to_batches(x: Tensor, batch_first: bool) -> Tensor:
     """Return x as (b, n, d), nested tensors padded with zeros."""
     if x.is_nested:

@@ -14,7 +14,7 @@ from linattn.attention.named import resolved_attention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.weights import attention_weights
 from linattn.checks import check_sizes, check_tensors, check_types, given
-from linattn.integrations.torch.layouts import from_batches, padding_of, to_batches
+from linattn.integrations.torch.layouts import check_lengths, from_batches, padding_of, to_batches
 from linattn.integrations.torch.masks import TorchMasks, read_masks, torch_softmax
 from linattn.nn.checks import check_input
 from linattn.types import Keys, Outputs, Queries, Values
@@ -122,13 +122,18 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
                 raise ValueError("query, key and value must be alike: all (n, d), all (n, b, d), or all nested")
             if x.size(-1) != width:
                 raise ValueError(f"{name} must have {width} channels, but has {x.size(-1)}")
-        if query.is_nested or query.ndim == 2:
+        if query.is_nested:
+            check_lengths(query, key, value)
             return
-        batch_dim = 0 if self.batch_first else 1
-        if key.shape[:2] != value.shape[:2] or query.size(batch_dim) != key.size(batch_dim):
+        batch_dim, batched = 0 if self.batch_first else 1, query.ndim == 3
+        if key.shape[:-1] != value.shape[:-1] or (batched and query.size(batch_dim) != key.size(batch_dim)):
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, (x, _) in parts.items())
-            layout = "(batch, tokens, channels)" if self.batch_first else "(tokens, batch, channels)"
-            raise ValueError(f"keys and values must match, and all batch sizes, {layout}, but the inputs are {shapes}")
+            layout = ["tokens", "channels"]
+            if batched:
+                layout.insert(batch_dim, "batch")
+            raise ValueError(
+                f"keys and values must match, and all batch sizes, ({', '.join(layout)}), but the inputs are {shapes}"
+            )
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Queries, Keys, Values]:
         if self.in_proj_weight is not None and q is k and k is v:

@@ -272,6 +272,22 @@ def test_nested_tensors(name, layout):
             mine(x, x, x, key_padding_mask=torch.zeros(3, 9, dtype=torch.bool))
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ["softmax", "elu"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
+def test_every_nested_key_has_a_value(name, layout):
+    _, mine = pair(name, options={"batch_first": True})
+
+    def nested(*lengths):
+        rows = [torch.randn(n, DIM, dtype=torch.float64) for n in lengths]
+        return torch.nested.nested_tensor(rows, layout=layout)
+
+    with pytest.raises(ValueError, match=r"the keys \[4, 9\] and the values \[9, 4\]"):
+        mine(nested(2, 3), nested(4, 9), nested(9, 4))
+    with pytest.raises(ValueError, match=r"the queries are \[2\], the keys \[4, 9\]"):
+        mine(nested(2), nested(4, 9), nested(4, 9))
+
+
 def test_return_weights_false_has_none():
     mine = TorchMultiheadAttention(DIM, HEADS, inner="elu", return_weights=False)
     x = torch.randn(N, BATCH, DIM)
@@ -324,6 +340,9 @@ def test_errors_say_what_would_do():
         linear(*inputs({"batch_first": True}), is_causal=True)
     with pytest.raises(ValueError, match="keys and values must match"):
         linear(x, x[:, 1:], x)
+    for attention in (linear, pair("softmax")[1]):
+        with pytest.raises(ValueError, match="keys and values must match"):
+            attention(x[0], x[0, 1:], x[0])
     with pytest.raises(ValueError, match="key must have 24 channels, but has 23"):
         linear(x, x[..., 1:], x)
     with pytest.raises(ValueError, match="must be alike"):
