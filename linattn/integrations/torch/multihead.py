@@ -97,6 +97,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Float[Tensor, "*bn e"], Float[Tensor, "..."] | None]:
         """Attend as torch's module does, to batches, single sequences or nested tensors; masks hide by True or −inf."""
         self._check(query, key, value)
+        check_tensors(query=query, **given(key_padding_mask=key_padding_mask, attn_mask=attn_mask))
         q = to_batches(query, self.batch_first)
         # the same object stays one, so that one product projects it
         k = q if key is query else to_batches(key, self.batch_first)

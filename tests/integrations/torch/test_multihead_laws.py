@@ -330,6 +330,11 @@ def test_errors_say_what_would_do():
             call(linear, x, **{name: torch.ones(shape, dtype=torch.long)})
         with pytest.raises(ValueError, match=f"{name} must be"):
             call(linear, x, **{name: torch.zeros(shape[0] + 1, N, dtype=torch.bool)})
+        for attention in (linear, pair("softmax", options={"batch_first": True})[1]):
+            with pytest.raises(ValueError, match=f"{name} must be a tensor, but is a list"):
+                call(attention, x, **{name: [[True] * N] * shape[0]})
+            with pytest.raises(ValueError, match=f"query is on cpu and {name} on meta"):
+                call(attention, x, **{name: torch.zeros(shape, device="meta")})
     with pytest.raises(ValueError, match="Linformer never can"):
         call(pair("linformer", options={"batch_first": True})[1], x, is_causal=True)
     made = TorchMultiheadAttention(DIM, HEADS, inner=named_attention("elu", num_heads=4, head_dim=6, causal=True))
