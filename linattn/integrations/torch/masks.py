@@ -98,7 +98,7 @@ def _visible(mask: Tensor, name: str) -> Tensor:
 def _check_causal(mask: Tensor) -> None:
     """Refuse a mask that is not the causal one, as `is_causal` says, by its last row and by the key after each query:
     to read all of it would take quadratic time."""
-    last, after = (_visible(part, "attn_mask") for part in (mask[..., -1, :], mask.diagonal(1, -2, -1)))
+    last, after = (_visible(part, "attn_mask") for part in (mask[..., -1:, :], mask.diagonal(1, -2, -1)))
     _require(
         last.all() & ~after.any(),
         "is_causal=True says that attn_mask is the causal mask, but it hides other keys: hide keys by "

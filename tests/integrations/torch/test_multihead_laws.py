@@ -288,6 +288,15 @@ def test_every_nested_key_has_a_value(name, layout):
         mine(nested(2), nested(4, 9), nested(4, 9))
 
 
+@pytest.mark.parametrize("name", ["softmax", "elu"])
+@pytest.mark.parametrize("hint", [False, True])
+def test_no_tokens_have_a_causal_mask_too(name, hint):
+    _, mine = pair(name, options={"batch_first": True})
+    x = torch.zeros(BATCH, 0, DIM, dtype=torch.float64)
+    y, _ = call(mine, x, attn_mask=torch.zeros(0, 0, dtype=torch.bool), is_causal=hint)
+    assert y.shape == x.shape
+
+
 def test_return_weights_false_has_none():
     mine = TorchMultiheadAttention(DIM, HEADS, inner="elu", return_weights=False)
     x = torch.randn(N, BATCH, DIM)
