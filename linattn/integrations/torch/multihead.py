@@ -169,7 +169,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         if not need_weights:
             return y, None
         if isinstance(inner, LinformerAttention):
-            k, present = inner.key_projection(k, key_mask=key_mask)
+            k, _, present = inner.summarize(k, v, key_mask=key_mask)
             weights = attention_weights(SoftmaxAttention(), q, k, key_mask=present)
         else:
             weights = attention_weights(inner, q, k, key_mask=key_mask)

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-from linattn import LinearMultiheadAttention, attention_weights
+from linattn import LinearMultiheadAttention, LinformerAttention, TorchMultiheadAttention, attention_weights
+from linattn.attention.linformer import LearnedProjection, MeanPooling
 
 DIM, HEADS, SEQ, PROJ = 24, 4, 12, 5
 SHARINGS = ("none", "headwise", "key-value", "layerwise")
@@ -180,6 +182,18 @@ def test_the_matrix_behind_it():
     attention = make("headwise")
     q, k, v = (t.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3) for t in (tokens(6), tokens(7), tokens(7)))
     assert_close(attention_weights(attention.inner, q, k) @ v, attention.inner(q, k, v))
+
+
+def test_the_weights_have_no_part_in_windows_without_tokens():
+    """Where the values are pooled and the keys are not."""
+    inner = LinformerAttention(LearnedProjection(SEQ, 4), MeanPooling(SEQ, 4))
+    attention = TorchMultiheadAttention(DIM, HEADS, inner=inner, dtype=torch.float64)
+    x, hidden = tokens(), (torch.arange(SEQ) > 5).expand(3, -1)
+    y, weights = attention(x, x, x, key_padding_mask=hidden, average_attn_weights=False)
+    v = F.linear(x[:6], attention.in_proj_weight[2 * DIM :], attention.in_proj_bias[2 * DIM :])
+    pooled = v.unflatten(0, (2, 3)).mean(1).unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3)
+    assert_close(y, attention.out_proj((weights[..., :2] @ pooled).permute(2, 0, 1, 3).flatten(2)))
+    assert (weights[..., 2:] == 0).all()
 
 
 def test_the_projection_is_no_longer_than_the_sequence():
