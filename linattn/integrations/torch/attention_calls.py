@@ -104,6 +104,9 @@ def _attend(
     queries of its head. `enable_gqa` only says what the shapes show."""
     present, leading = None, query.shape[:-2]
     if attn_mask is not None:
+        n, m = query.shape[-2], key.shape[-2]
+        if attn_mask.ndim < 2 or attn_mask.shape[-2] not in (1, n) or attn_mask.shape[-1] not in (1, m):
+            raise ValueError(f"attn_mask must be (…, {n}, {m}) or have a 1 there, but is {tuple(attn_mask.shape)}")
         hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
         # unlike in nn.MultiheadAttention, is_causal adds the causal order to the mask; torch after 2.13 refuses both
         present, ordered = read_masks(TorchMasks(None, hidden, False))

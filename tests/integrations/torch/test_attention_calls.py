@@ -4,6 +4,7 @@ none for the torch of the lock."""
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -248,6 +249,14 @@ def test_attention_that_elu_cannot_replace_is_refused_by_name(case):
     with pytest.raises(ValueError, match=case.refusal) as error:
         results(model, case, inputs)
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(9, 8), (8, 9), (2, 1, 1, 8), (9,)])
+def test_a_mask_of_another_size_is_refused(shape):
+    model = Layers()
+    replace_attention(model, "elu")
+    with pytest.raises(ValueError, match=rf"layers.0 .*attn_mask must be \(…, 9, 9\).* but is {re.escape(str(shape))}"):
+        model(torch.randn(2, 9, 16), torch.ones(shape, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("heads", [True, False])
