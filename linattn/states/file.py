@@ -91,7 +91,8 @@ def describe_state(path: str | os.PathLike[str]) -> StateFile:
 
 def fingerprint(model: nn.Module) -> str:
     """Return the SHA-256 of the weights and buffers of `model` with their names, shapes and dtypes. Two models of the
-    same options and fingerprint read a text into the same state."""
+    same options and fingerprint read a text into the same state. Raises ValueError for weights that several processes
+    share."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         if isinstance(tensor, Tensor):
@@ -108,6 +109,11 @@ def digest_state(state: Any) -> str:
 def _update(digest: Any, name: str, tensor: Shaped[Tensor, "..."]) -> None:
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
     data = tensor.detach().cpu().contiguous()
+    if data.nbytes and not data.data_ptr():
+        raise ValueError(
+            f"a file of a state needs all numbers in this process, but {name} is a {type(data).__name__}: undo what "
+            "shares the model between processes first"
+        )
     # numpy may be missing, and has no bfloat16
     digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b"")
 

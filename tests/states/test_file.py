@@ -9,16 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 import linattn
 from linattn import LanguageModel, LanguageModelConfig, LinearState, states
+from linattn.distributed import tensor_parallel
 from linattn.models import storage
 from linattn.ops.nested import map_state
 from linattn.states import file as state_file
 from tests.cli.test_killed import restore, watched
 from tests.models.causal import every_kind, small_model, some_tokens
-from tests.processes import needs_processes, run_in_another
+from tests.processes import needs_processes, run_in_another, run_in_group
 from tests.states.test_rows import assert_same, tensors
 
 ELU = {"attention": "local+elu"}
@@ -223,6 +225,21 @@ def test_threads_may_write_the_same_file(tmp_path):
             loaded = tensors(states.load_state(path, model=None))
             assert any(all(map(torch.equal, loaded, tensors(state))) for state in made)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def save_with_shared_weights(rank, path):
+    model = small_model(ELU)
+    state = model.extend(some_tokens(1, 3))[1]
+    sharding = tensor_parallel(model, init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="needs all numbers in this process, but .* is a DTensor"):
+        states.save_state(state, path, model=model)
+    sharding.undo()
+    states.save_state(state, path, model=model)
+
+
+@needs_processes
+def test_weights_that_several_processes_share_are_refused(tmp_path):
+    run_in_group(1, save_with_shared_weights, tmp_path / "text.state")
 
 
 def test_kinds_have_names_of_their_own():
