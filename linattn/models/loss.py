@@ -16,7 +16,8 @@ NO_LABEL = -100
 
 def count_following(labels: Tensor, tokens: Tensor) -> int:
     """Return 0 for `labels` (b, n) of `tokens` (b, n), and 1 for labels (b, n + 1), which also have the target of the
-    last token. Raise ValueError for labels of another shape."""
+    last token. Raise ValueError for labels of another shape or kind."""
+    check_indices(labels, None, name="labels")
     following = labels.shape[1] - tokens.shape[1]
     if len(labels) != len(tokens) or following not in (0, 1):
         b, n = tokens.shape[:2]

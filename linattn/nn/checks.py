@@ -64,13 +64,13 @@ def check_mask(x: Tensor, mask: Tensor | None, *, name: str = "x", starts: bool 
         raise ValueError(f"{what} must be {tuple(x.shape[:2])}, as {name}, but is {tuple(mask.shape)}")
 
 
-def check_indices(tokens: Tensor, key_mask: Tensor | None) -> None:
+def check_indices(tokens: Tensor, key_mask: Tensor | None, *, name: str = "tokens") -> None:
     """Raise ValueError unless tokens are int64 or int32 (b, n) and their mask boolean (b, n)."""
     if not isinstance(tokens, Tensor):
-        check_tensors(tokens=tokens)
+        check_tensors(**{name: tokens})
     if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"tokens must be int64 or int32 (b, n), but are {tokens.dtype} {tuple(tokens.shape)}")
-    check_mask(tokens, key_mask, name="tokens")
+        raise ValueError(f"{name} must be int64 or int32 (b, n), but are {tokens.dtype} {tuple(tokens.shape)}")
+    check_mask(tokens, key_mask, name=name)
 
 
 def out_of_range(what: str, indices: Tensor, size: int) -> ValueError:

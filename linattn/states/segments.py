@@ -20,6 +20,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from linattn.checks import check_sizes
 from linattn.models.loss import NO_LABEL, count_following
 from linattn.models.token_model import TokenModel, TokenModelState
+from linattn.nn.checks import check_indices
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import map_state, tensors_in, with_tensors
 from linattn.ops.tokens.compaction import compact, pack, packed_mask
@@ -51,6 +52,7 @@ def segmented_loss(
     Raises ValueError unless the model is causal, `segment` a positive number and `labels` of one of these shapes."""
     require_causal(model, "training in segments")
     check_sizes(segment=segment)
+    check_indices(tokens, key_mask)
     labels = tokens if labels is None else labels
     following = count_following(labels, tokens)
     if key_mask is not None:
@@ -59,7 +61,8 @@ def segmented_loss(
         tokens, labels = (pack(x.unsqueeze(-1), y).squeeze(-1) for x, y in zip((tokens, labels), wheres, strict=True))
         key_mask = packed_mask(wheres[0])
         labels = labels.masked_fill(~packed_mask(wheres[1]), NO_LABEL)
-    targets = F.pad(labels[:, 1:], (0, 1 - following), value=NO_LABEL)
+    # models take int32 tokens too, unlike torch's loss
+    targets = F.pad(labels[:, 1:].long(), (0, 1 - following), value=NO_LABEL)
     count = (targets != NO_LABEL).sum().clamp(min=1)
 
     def step(number: int, state: Any) -> tuple[Tensor, Any]:

@@ -163,13 +163,27 @@ def test_parameters_have_one_gradient_each():
     ("options", "message"),
     [
         ({"segment": 0}, "segment must be a whole number of at least 1"),
-        ({"segment": 4, "labels": torch.zeros(2, 3, dtype=torch.long)}, "labels"),
+        ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"labels must be \(2, 9\)"),
+        ({"labels": torch.zeros(2, 9)}, r"labels must be int64 or int32 \(b, n\), but are torch.float32"),
+        ({"labels": [[1] * 9] * 2}, "labels must be a tensor, but is a list"),
+        ({"key_mask": torch.ones(2, 8, dtype=torch.bool)}, r"key_mask must be \(2, 9\), as tokens"),
+        ({"key_mask": torch.ones(2, 9)}, "key_mask must be boolean"),
+        ({"tokens": [[1] * 9] * 2}, "tokens must be a tensor, but is a list"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_arguments(options, message):
-    # the second is the shape checks of the tests where they come first
-    with pytest.raises((ValueError, TypeError), match=message):
-        segmented_loss(small_model(ELU), torch.randint(VOCABULARY, (2, 9)), **options)
+    arguments = {"segment": 4, "tokens": torch.randint(VOCABULARY, (2, 9))} | options
+    with pytest.raises(ValueError, match=message):
+        segmented_loss(small_model(ELU), **arguments)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_tokens_may_be_int32():
+    model, tokens = small_model(ELU), some_tokens(2, 9)
+    expected, _ = segmented_loss(model, tokens, segment=4)
+    for labels in (None, tokens.int()):
+        assert_close(segmented_loss(model, tokens.int(), segment=4, labels=labels)[0], expected, rtol=0, atol=0)
 
 
 def test_a_model_that_is_not_causal_has_no_segments():
