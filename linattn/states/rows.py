@@ -39,14 +39,24 @@ def select(state: State, rows: Rows) -> State:
     Raises ValueError if there is no such row."""
     count = count_rows(state)
     # a copy in any case: a view would keep the other rows in memory
-    chosen = range(count)[rows] if isinstance(rows, slice) else rows
-    index = torch.as_tensor(chosen, dtype=None if len(chosen) else torch.long)
-    if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
-        raise ValueError(f"rows must be whole numbers in one dimension or a slice, but are {rows}")
+    index = whole_numbers(range(count)[rows] if isinstance(rows, slice) else rows)
+    if index is None or index.ndim != 1:
+        raise ValueError(f"rows must be whole numbers in one dimension or a slice, but are {rows!r}")
     if len(index) and (int(index.min()) < 0 or int(index.max()) >= count):
         raise ValueError(f"the state has the rows 0 to {count - 1}, but {index.tolist()} were asked for")
     selected = map_state(lambda x: x.index_select(0, index.to(x.device)), state)
     return map_state(_without_hidden, selected, leaf=KeysAndValues)
+
+
+def whole_numbers(numbers: Any) -> Tensor | None:
+    """Return a tensor, or a sequence, of whole numbers as int64, None for anything else."""
+    try:
+        x = torch.as_tensor(numbers)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    # an empty list has no dtype
+    is_other = x.is_floating_point() or x.is_complex() or x.dtype == torch.bool
+    return None if is_other and x.numel() else x.long()
 
 
 def _without_hidden(part: KeysAndValues) -> KeysAndValues:
