@@ -16,11 +16,12 @@ from torch import Tensor
 from linattn.checks import check_sizes
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
+from linattn.ops.nested import batch_size, checked_kind
 from linattn.states.compression import check_compact, compress, restore
 from linattn.states.file import digest_state
 from linattn.states.folder import Key, StateFolder
 from linattn.states.requirements import require_causal
-from linattn.states.rows import num_bytes, to
+from linattn.states.rows import num_bytes, to, whole_numbers
 
 Text = Int[Tensor, "..."] | Sequence[int]
 
@@ -117,13 +118,16 @@ class PrefixCache:
         """Add states that were made elsewhere. `new` maps a number of tokens to the state after so many of the
         `tokens`, (n) or (1, n); `state` is the past before all of them.
 
-        Raises ValueError for a number of tokens below 1 or above n. If a file cannot be written, such as to a full
-        disk, a warning says so, and the states are in memory alone."""
+        Raises ValueError for a number of tokens below 1 or above n, and for a state of several rows. If a file cannot
+        be written, such as to a full disk, a warning says so, and the states are in memory alone."""
         row = self._row(tokens)
         if wrong := [length for length in new if not 0 < length <= len(row)]:
             raise ValueError(
                 f"states must be after 1 to {len(row)} tokens, as many as there are, but one is of {wrong[0]}"
             )
+        for each in new.values():
+            if (rows := batch_size(checked_kind(each, TokenModelState))) not in (1, None):
+                raise ValueError(f"the state of a text is of one row, but one that was given is of {rows}")
         unknown = [key for key in self._keys(row, set(new), state) if key not in self._states]
         for key in reversed(unknown):
             each = new[key[0]] if self.dtype is None else compress(new[key[0]], self.dtype)
@@ -173,7 +177,8 @@ class PrefixCache:
 
     @staticmethod
     def _row(tokens: Text) -> Tensor:
-        row = torch.as_tensor(tokens, dtype=None if len(tokens) else torch.long)
-        if row.is_floating_point() or row.ndim not in (1, 2) or (row.ndim == 2 and len(row) != 1):
-            raise ValueError(f"the tokens of one text are (n) or (1, n) whole numbers, but are {tuple(row.shape)}")
-        return row.reshape(-1).to("cpu", torch.int64).contiguous()
+        row = whole_numbers(tokens)
+        if row is None or row.ndim not in (1, 2) or (row.ndim == 2 and len(row) != 1):
+            came = tuple(tokens.shape) if isinstance(tokens, Tensor) else repr(tokens)
+            raise ValueError(f"the tokens of one text are (n) or (1, n) whole numbers, but are {came}")
+        return row.reshape(-1).cpu().contiguous()

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from linattn.generation import Request, generate, generate_each
-from linattn.states import PrefixCache, num_bytes
+from linattn.states import PrefixCache, num_bytes, repeat
 from linattn.states import file as state_file
 from tests.models.causal import VOCABULARY, every_kind, small_model, some_tokens
 from tests.processes import run_in_another
@@ -95,6 +95,10 @@ def test_generation_goes_on_from_the_cache():
         (torch.zeros(2, 3).long(), r"\(2, 3\)"),
         ([], "no tokens"),
         ([VOCABULARY], "tokens must"),
+        (3, r"\(n\) or \(1, n\) whole numbers, but are 3"),
+        ("text", r"\(n\) or \(1, n\) whole numbers, but are 'text'"),
+        (None, r"\(n\) or \(1, n\) whole numbers, but are None"),
+        ([0.5], r"\(n\) or \(1, n\) whole numbers, but are \[0.5\]"),
     ],
 )
 def test_wrong_tokens(tokens, message):
@@ -117,6 +121,10 @@ def test_states_that_were_made_elsewhere():
     for length in (0, 21):
         with pytest.raises(ValueError, match=f"1 to 20 tokens, as many as there are, but one is of {length}"):
             cache.put(tokens, {length: made[8]})
+    for wrong, message in ((made[8].stack, "must be a TokenModelState"), (repeat(made[8], 2), r"one row, but .* of 2")):
+        with pytest.raises(ValueError, match=message):
+            cache.put(tokens, {9: wrong})
+    assert len(cache) == 3
 
 
 @every_kind
