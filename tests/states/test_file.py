@@ -231,7 +231,7 @@ def save_with_shared_weights(rank, path):
     model = small_model(ELU)
     state = model.extend(some_tokens(1, 3))[1]
     sharding = tensor_parallel(model, init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match="needs all numbers in this process, but .* is a DTensor"):
+    with pytest.raises(ValueError, match=r"needs all numbers in this process, but .* is a DTensor"):
         states.save_state(state, path, model=model)
     sharding.undo()
     states.save_state(state, path, model=model)

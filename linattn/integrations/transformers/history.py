@@ -25,8 +25,9 @@ class Span(NamedTuple):
 
 class History:
     """The `state` of a layer or model. With `recording`, the tokens since the last `crop` can be taken back, or the
-    last `REACH` of them if there are more, but none before a token that was not recorded. For this the inputs of at most 2 · `REACH` tokens are kept, and one or two
-    earlier states. Inputs have their tokens in the dimension `axis`. No state is ever written to."""
+    last `REACH` of them if there are more, but none before a token that was not recorded. For this the inputs of at
+    most 2 · `REACH` tokens are kept, and one or two earlier states. Inputs have their tokens in the dimension `axis`.
+    No state is ever written to."""
 
     def __init__(self, axis: int):
         self.axis, self.recording = axis, False
