@@ -51,6 +51,7 @@ def split_sequence(
     check_indices(tokens, key_mask)
     line = Line(process_group(group))
     labels = tokens if labels is None else labels
+    check_indices(labels, None, name="labels")
     n = tokens.shape[1]
     if labels.shape != tokens.shape:
         raise ValueError(f"labels must be as the tokens, {tuple(tokens.shape)}, but are {tuple(labels.shape)}")
@@ -76,9 +77,13 @@ def sequence_loss(logits: Float[Tensor, "b n v"], labels: TokenIds, *, group: Gr
 
     Each rank gets the gradients from its own tokens, times the number of ranks. Averaged over the ranks, as DDP and
     FSDP do, they are the gradients of the whole sequence."""
+    check_indices(labels, None, name="labels")
+    if labels.shape != logits.shape[:2]:
+        raise ValueError(f"labels must be {tuple(logits.shape[:2])}, as the logits, but are {tuple(labels.shape)}")
     line = Line(process_group(group))
     exact = logits.float() if logits.element_size() < 4 else logits
-    total = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL, reduction="sum")
+    # models take int32 tokens too, unlike torch's loss
+    total = F.cross_entropy(exact.flatten(0, 1), labels.flatten().long(), ignore_index=NO_LABEL, reduction="sum")
     sums = torch.stack([total.detach().double(), (labels != NO_LABEL).sum().double()])
     dist.all_reduce(sums, group=line.group)
     count = sums[1].clamp(min=1).to(total.dtype)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from linattn import causal_linear_attention
@@ -186,6 +187,15 @@ def labels(rank: int) -> None:
         found = sequence_loss(model(part.tokens, key_mask=part.key_mask), part.labels, group=group)
         assert abs(found - expected) <= CLOSE * expected
         sharding.undo()
+    part = split_sequence(tokens.int(), group=group)
+    logits = model(part.tokens)
+    assert_close(
+        sequence_loss(logits, part.labels, group=group), sequence_loss(logits, part.labels.long(), group=group)
+    )
+    with pytest.raises(ValueError, match=r"labels must be \(3, 12\), as the logits, but are \(12, 3\)"):
+        sequence_loss(logits, part.labels.mT, group=group)
+    with pytest.raises(ValueError, match=r"labels must be int64 or int32"):
+        split_sequence(tokens, tokens.double(), group=group)
 
 
 def test_the_loss_is_that_of_the_next_present_tokens():
