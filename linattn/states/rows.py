@@ -11,6 +11,7 @@ from torch import Tensor
 
 from linattn.attention.base import KeysAndValues
 from linattn.ops import nested
+from linattn.states.compression import Compressed, restore
 from linattn.states.holders import held_state, hold, map_state
 
 State = TypeVar("State")
@@ -91,6 +92,9 @@ def concatenate(states: Sequence[State]) -> State:
 
 
 def _concatenated(parts: list[Any], name: str) -> Any:
+    if {Compressed, Tensor} <= set(map(type, parts)):
+        # some had numbers that do not fit
+        parts = [restore(part) for part in parts]
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
         kinds = " and ".join(sorted({type(part).__name__ for part in parts}))

@@ -102,6 +102,16 @@ def test_a_compressed_state_is_small_and_near(options, dtype):
     assert y.isfinite().all()
 
 
+@every_kind
+@pytest.mark.parametrize("dtype", states.compression.COMPACT, ids=str)
+def test_compressed_rows_are_joined_where_one_has_numbers_that_do_not_fit(options, dtype):
+    """As the scale of a state of no tokens does not."""
+    model = small_model(options).float()
+    small = [states.compress(model.extend(some_tokens(1, n))[1], dtype) for n in (0, 9)]
+    joined = states.concatenate([states.restore(each) for each in small])
+    assert_same(states.restore(states.concatenate(small)), joined, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", states.compression.COMPACT, ids=str)
 @pytest.mark.parametrize("size", [1e-37, 1e-12, 1e-8, 1e-6, 1e-4, 1.0, 1e4, 1e8])
 def test_a_compressed_state_is_near_at_any_size(size, dtype):
