@@ -200,7 +200,14 @@ def with_inner(
 ) -> TorchMultiheadAttention:
     """Return the projections of `attention`, with the very same Parameters, around another inner attention.
 
-    See `TorchMultiheadAttention` for `inner` and `return_weights`."""
+    See `TorchMultiheadAttention` for `inner` and `return_weights`. Raises ValueError if `attention` has hooks, which the
+    new module would leave out."""
+    hooks = (getattr(attention, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre"))
+    if any(hooks) or "forward" in vars(attention):
+        raise ValueError(
+            f"this {type(attention).__name__} has hooks, or a forward that something else has set, such as pruning or "
+            "accelerate: replace attention first"
+        )
     # made outside of the meta device, where random features would be lost
     inner = resolved_attention(inner, num_heads=attention.num_heads, head_dim=attention.head_dim)
     sizes = attention.embed_dim, attention.num_heads, attention.dropout

@@ -1,7 +1,10 @@
-"""What `replace_attention` says where it finds nothing to replace."""
+"""What `replace_attention` says where it finds nothing that it can replace."""
+
+from collections.abc import Callable
 
 import pytest
 from torch import nn
+from torch.nn.utils import prune
 
 from linattn import SoftmaxAttention, TorchMultiheadAttention, replace_attention
 
@@ -38,3 +41,22 @@ def test_without_any_attention() -> None:
 def test_options_of_names_need_a_name(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="window and max_length are for attention by name"):
         replace_attention(nn.Sequential(nn.MultiheadAttention(16, 4)), lambda module: SoftmaxAttention(), **options)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda attention: attention.register_forward_hook(lambda *_: None),
+        lambda attention: attention.register_full_backward_hook(lambda *_: None),
+        lambda attention: prune.l1_unstructured(attention, "in_proj_weight", 0.5),
+        lambda attention: setattr(attention, "forward", attention.forward),
+    ],
+    ids=["a hook", "a hook of gradients", "pruning", "a forward"],
+)
+def test_what_a_new_module_would_leave_out_is_refused(change: Callable[[nn.Module], object]) -> None:
+    model = nn.Sequential(nn.MultiheadAttention(16, 4), nn.MultiheadAttention(16, 4))
+    change(model[1])
+    before = [*model]
+    with pytest.raises(ValueError, match=r"has hooks, or a forward that something else has set"):
+        replace_attention(model, "elu")
+    assert all(module is own for module, own in zip(model, before, strict=True))
