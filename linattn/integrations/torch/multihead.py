@@ -215,7 +215,13 @@ def with_inner(
     inputs = attention.kdim, attention.vdim, attention.batch_first
     with torch.device("meta"):
         new = TorchMultiheadAttention(*sizes, *added, *inputs, inner=inner, return_weights=return_weights)
-    for name, weight in attention.named_parameters(recurse=False):
+    weights = dict(attention.named_parameters(recurse=False, remove_duplicate=False))
+    if missing := sorted(dict(new.named_parameters(recurse=False)).keys() - weights.keys()):
+        raise ValueError(
+            f"this {type(attention).__name__} computes {', '.join(missing)} from other parameters, as a "
+            "parametrization does: replace attention first"
+        )
+    for name, weight in weights.items():
         setattr(new, name, weight)
     new.out_proj = attention.out_proj
     new.inner.to(device=attention.out_proj.weight.device, dtype=attention.out_proj.weight.dtype)

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
+from torch.testing import assert_close
 
-from linattn import SoftmaxAttention, TorchMultiheadAttention, replace_attention
+from linattn import SoftmaxAttention, TorchMultiheadAttention, replace_attention, with_inner
 
 
 class BertSelfAttention(nn.Module):
@@ -60,3 +62,17 @@ def test_what_a_new_module_would_leave_out_is_refused(change: Callable[[nn.Modul
     with pytest.raises(ValueError, match=r"has hooks, or a forward that something else has set"):
         replace_attention(model, "elu")
     assert all(module is own for module, own in zip(model, before, strict=True))
+
+
+def test_weights_that_are_computed_from_others_are_refused() -> None:
+    attention = parametrizations.weight_norm(nn.MultiheadAttention(16, 4), "in_proj_weight")
+    with pytest.raises(ValueError, match="computes in_proj_weight from other parameters"):
+        with_inner(attention, "elu")
+
+
+def test_weights_that_are_one_stay_one() -> None:
+    attention = nn.MultiheadAttention(16, 4, kdim=16, vdim=8)
+    attention.k_proj_weight = attention.q_proj_weight
+    new, x = with_inner(attention, "softmax"), torch.randn(5, 2, 16)
+    assert new.k_proj_weight is new.q_proj_weight is attention.q_proj_weight
+    assert_close(new(x, x, x[..., :8]), attention(x, x, x[..., :8]))
