@@ -74,7 +74,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         if self._extra_keys and any(isinstance(part, LocalAttention) for part in inner.modules()):
             raise ValueError("add_bias_kv and add_zero_attn add keys that all queries see: no window has them")
         # in a tuple, so that its weights, which are those of `inner`, are not registered twice
-        self._causal_form = (self.inner.as_causal(),)
+        self._causal_form = (self.inner, self.inner.as_causal())
         self.register_load_state_dict_pre_hook(_keep_inner)
 
     def _reset_parameters(self) -> None:
@@ -178,7 +178,9 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         return y, weights[..., skipped:, :]
 
     def _causal(self) -> InnerAttention:
-        form = self._causal_form[0]
+        if self._causal_form[0] is not self.inner:
+            self._causal_form = (self.inner, self.inner.as_causal())
+        form = self._causal_form[1]
         if form is None:
             raise ValueError(
                 f"{type(self.inner).__name__} cannot be made causal by a call: Linformer never can, as it mixes "

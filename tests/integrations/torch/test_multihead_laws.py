@@ -326,6 +326,15 @@ def test_copies_keep_their_causal_form(name):
         assert all(x.dtype == torch.float64 for x in copied.state_dict().values() if x.is_floating_point())
 
 
+def test_another_inner_attention_is_that_of_causal_calls_too():
+    _, mine = pair("elu", options={"batch_first": True})
+    _, other = pair("relu", options={"batch_first": True})
+    x = self_inputs()
+    mine.inner = other.inner
+    for copied in (mine, copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
+        assert_close(call(copied, x, is_causal=True), call(other, x, is_causal=True), rtol=0, atol=0)
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_errors_say_what_would_do():
     _, linear = pair("elu", options={"batch_first": True})
