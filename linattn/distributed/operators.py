@@ -7,12 +7,14 @@ from torch import Tensor
 
 from linattn.attention.checks import check_keys
 from linattn.attention.delta import DeltaAttentionState
+from linattn.checks import check_tensors, given
 from linattn.distributed.parts import Group, process_group
 from linattn.distributed.scan import gathered
 from linattn.distributed.segments import delta_segment, linear_segment
 from linattn.distributed.transport import Line
 from linattn.ops import delta, linear
 from linattn.ops.features import Features, FeatureState, value_dtype
+from linattn.ops.nested import checked_kind
 from linattn.ops.state import LinearState
 
 
@@ -36,7 +38,8 @@ def sharded_linear_attention(
     this rank's tokens. If one rank differentiates its outputs, all must. `log_decay` is (b, h, n) or (b, h, n, d);
     otherwise `log_decay`, `key_mask`, `normalize`, `feature_map` and errors are as in `causal_linear_attention`."""
     line = Line(process_group(group))
-    _check(line, {"q": q, "k": k, "v": v}, {"log_decay": log_decay, "key_mask": key_mask, "state": state})
+    sums = None if state is None else checked_kind(state, LinearState)
+    _check(line, {"q": q, "k": k, "v": v}, {"log_decay": log_decay, "key_mask": key_mask}, sums)
     tokens = 0 if line.is_last else k.shape[-2]
     decays = None if log_decay is None else log_decay[:, :, :tokens].unsqueeze(2)
     mask = None if key_mask is None else key_mask[..., :tokens].unsqueeze(2)
@@ -72,7 +75,8 @@ def sharded_delta_attention(
     errors are as in `causal_delta_attention`."""
     line = Line(process_group(group))
     options: Any = {"log_decay": log_decay, "key_mask": key_mask, "removal_key": removal_key}
-    _check(line, {"q": q, "k": k, "v": v}, options | {"state": state})
+    check_tensors(q=q, beta=beta, **given(state=state))
+    _check(line, {"q": q, "k": k, "v": v}, options, state)
     tokens = 0 if line.is_last else k.shape[-2]
     keys, values, strengths = (x[:, :, :tokens].unsqueeze(2) for x in (k, v, beta))
     decays = None if log_decay is None else log_decay[:, :, :tokens].unsqueeze(2)
@@ -84,11 +88,12 @@ def sharded_delta_attention(
     return delta.causal_delta_attention(q, k, v, beta, before, scale=scale, **options)
 
 
-def _check(line: Line, tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
+def _check(line: Line, tensors: dict[str, Tensor], options: dict[str, Any], state: Any) -> None:
     """Raise ValueError, on every rank, if ranks pass different shapes, dtypes or options. Only the number of tokens may
     differ."""
+    check_tensors(**tensors, **given(**options))
     sizes = [f"{name} {(*x.shape[:-2], 'n', *x.shape[-1:])} of {x.dtype}" for name, x in tensors.items()]
-    line.agree(", ".join([*sizes, *(name for name, x in options.items() if x is not None)]))
+    line.agree(", ".join([*sizes, *given(**options, state=state)]))
     for name, x in tensors.items():
         if x.ndim != 4:
             raise ValueError(f"{name} must be (b, h, n, d), but is {tuple(x.shape)}")

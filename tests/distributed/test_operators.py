@@ -98,6 +98,17 @@ def every_call(rank: int, size: int) -> None:
             sharded_linear_attention(x, x, x, group=dist.group.WORLD, key_mask=mask)
         with pytest.raises(ValueError, match=why):
             distributed.sharded_delta_attention(x, x, x, x[..., 0], group=dist.group.WORLD, key_mask=mask)
+    group = dist.group.WORLD
+    for call, why in (
+        (lambda: sharded_linear_attention(x, x, None, group=group), "v must be a tensor, but is None"),
+        (lambda: sharded_linear_attention(x, x, x, group=group, log_decay=-1.0), "log_decay must be a tensor"),
+        (lambda: sharded_linear_attention(x, x, x, group=group, key_mask=[True]), "key_mask must be a tensor"),
+        (lambda: sharded_linear_attention(x, x, x, (x, x), group=group), "state must be a LinearState"),
+        (lambda: distributed.sharded_delta_attention(x, x, x, None, group=group), "beta must be a tensor, but is None"),
+        (lambda: distributed.sharded_delta_attention(x, x, x, x[..., 0], (x,), group=group), "state must be a tensor"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            call()
     wider = drawn(5, 6 if rank else 4)
     with pytest.raises(ValueError, match=r"all ranks must do the same, but rank 0 has .*, and rank 1 "):
         sharded_linear_attention(wider, wider, x, group=dist.group.WORLD)
