@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from linattn.attention.base import InnerAttention
+from linattn.checks import check_numbers, given
 from linattn.distributed.layers import Layers, layers_with_states, without_segment
 from linattn.distributed.parts import Group, process_group
 from linattn.distributed.scan import gathered
@@ -98,6 +99,7 @@ def shard_sequence(
     state."""
     if engine is not None and engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
+    check_numbers(**given(timeout=timeout))
     line = Line(process_group(group), timeout)
     chosen, reason, layers, problem = "", "", Layers({}, []), ""
     try:

@@ -48,8 +48,9 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> TensorSharding:
     All ranks must draw the same random numbers, for example for dropout. Raises ValueError, before anything changes, if
     the number of ranks does not divide the heads of a part or the hidden units, and for an attention whose heads no
     rule says how to share."""
-    if mesh.ndim != 1:
-        raise ValueError(f"the mesh must have one dimension, such as mesh['tp'], but has {mesh.ndim}")
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        came = f"it has {mesh.ndim}" if isinstance(mesh, DeviceMesh) else f"this is a {type(mesh).__name__}"
+        raise ValueError(f"a mesh of one dimension is needed, such as mesh['tp'], but {came}")
     if any(isinstance(tensor, DTensor) for tensor in model.parameters()):
         raise ValueError("the parameters are DTensors already: call tensor_parallel once, and before fully_shard")
     plan = Plan(model, mesh)

@@ -301,6 +301,9 @@ def errors(rank: int) -> None:
     ]:
         with pytest.raises(ValueError, match=why):
             shard_sequence(bad, group)
+    for timeout in ("1", -1.0):
+        with pytest.raises(ValueError, match=f"timeout must be .*, but is {timeout!r}"):
+            shard_sequence(small_model(), group, timeout=timeout)
     torch.manual_seed(0)
     model, tokens = small_model(), some_tokens(2, 8)
     sharding = shard_sequence(model, group, timeout=1.0)

@@ -263,3 +263,9 @@ def test_two_ranks_are_one_process(tmp_path):
 @needs_processes
 def test_ranks_for_heads_and_ranks_for_data():
     run_in_group(4, four_ranks)
+
+
+def test_the_mesh_must_be_one():
+    """Unlike for a sequence, a process group is not enough."""
+    with pytest.raises(ValueError, match=r"a mesh of one dimension is needed.*, but this is a object"):
+        tensor_parallel(nn.Linear(2, 2), object())
