@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from linattn.linearize import convert, layer_errors, linearized_layers, plan
+from linattn.linearize.calls import AttentionCall
 from linattn.linearize.closed_form import closest_projections
 from tests.integrations.transformers.stock_attention.families import DECODERS, ENCODERS, make
 from tests.integrations.transformers.stock_attention.test_attention import logits, padded, tokens
@@ -138,3 +139,11 @@ def test_a_window_that_is_softmax_keeps_nearly_all():
     for layer in linearized_layers(model).values():
         # the window is softmax itself, so that nothing linear is wanted
         assert_close(layer.linear_attention.share.bias.sigmoid(), torch.full((4,), 0.02).double())
+
+
+def test_the_mask_of_cross_attention_is_that_of_its_keys():
+    """Where there are as many queries, too."""
+    q, k, mask = torch.randn(2, 4, 5, 3), torch.randn(2, 2, 5, 3), torch.tensor([[True] * 2 + [False] * 3] * 2)
+    calls = [AttentionCall("", torch.nn.Identity(), q, k, k, mask, 1.0, False, None, dim, None) for dim in (None, 6)]
+    assert [call.present_tokens(q).shape[1] for call in calls] == [10, 4]
+    assert [call.present_tokens(k).shape[1] for call in calls] == [4, 4]
