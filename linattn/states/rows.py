@@ -149,9 +149,11 @@ def _mask(part: KeysAndValues) -> Bool[Tensor, " b #hk m"]:
 
 def to(state: State, *, device: Any = None, dtype: torch.dtype | None = None) -> State:
     """Return the state on another device, and its floating-point numbers in another dtype, such as float64 for a
-    model in float64. `extend` refuses a dtype that the layer does not keep; `compress` makes states smaller."""
-    if dtype is not None and not dtype.is_floating_point:
+    model in float64. `extend` refuses a dtype that the layer does not keep; `compress` makes states smaller. With a
+    `dtype`, a compressed state is restored first."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"a state's numbers are floating-point ones, but dtype is {dtype}; see compress")
+    state = state if dtype is None else restore(state)
     return map_state(lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None), state)
 
 

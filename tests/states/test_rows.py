@@ -132,6 +132,13 @@ def check_near(state, dtype):
         assert ((x - y).abs() <= 1.01 * step * x.abs().amax(-1, keepdim=True)).all()
 
 
+@pytest.mark.parametrize("dtype", states.compression.COMPACT, ids=str)
+def test_a_compressed_state_has_the_dtype_that_it_is_given(dtype):
+    small = states.compress(linear(2), dtype)
+    assert_same(states.to(small, dtype=torch.float64), states.to(states.restore(small), dtype=torch.float64))
+    assert_same(states.to(small, device="cpu"), small, rtol=0, atol=0)
+
+
 @every_kind
 def test_a_detached_state_has_no_history(options):
     with torch.enable_grad():
@@ -200,6 +207,7 @@ def linear(b, f=4):
         (lambda: states.repeat(None, 2), "NoneType"),
         (lambda: states.count_rows({}), "dict"),
         (lambda: states.to(linear(1), dtype=torch.int8), "compress"),
+        (lambda: states.to(linear(1), dtype="float64"), "dtype is float64"),
         (lambda: states.compress(linear(1), torch.int32), "bfloat16, float16, int8"),
         (lambda: states.PrefixCache(small_model({"attention": "elu"}), dtype=torch.float32), "bfloat16, float16, int8"),
     ],
