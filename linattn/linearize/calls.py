@@ -55,8 +55,8 @@ class AttentionCall(NamedTuple):
         return inner(q, k, v, key_mask=None if self.mask is None else self.mask.unsqueeze(1), gates=gates)
 
     def present_tokens(self, x: Float[Tensor, "b hx m d"]) -> Float[Tensor, "hx tokens d"]:
-        """Concatenate the present tokens of all rows; x are queries, keys or outputs. The mask of cross-attention is that
-        of its keys."""
+        """Concatenate the present tokens of all rows; x are queries, keys or outputs. The mask of cross-attention is
+        that of its keys."""
         tokens, others = x.transpose(0, 1).flatten(1, 2), self.dim is None and x is not self.k
         if self.mask is None or self.mask.dtype == DOCUMENTS or self.mask.shape[1] != x.shape[2] or others:
             return tokens

@@ -202,8 +202,8 @@ def with_inner(
 ) -> TorchMultiheadAttention:
     """Return the projections of `attention`, with the very same Parameters, around another inner attention.
 
-    See `TorchMultiheadAttention` for `inner` and `return_weights`. Raises ValueError if `attention` has hooks, which the
-    new module would leave out."""
+    See `TorchMultiheadAttention` for `inner` and `return_weights`. Raises ValueError if `attention` has hooks, which
+    the new module would leave out, or computes weights from others."""
     hooks = (getattr(attention, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre"))
     if any(hooks) or "forward" in vars(attention):
         raise ValueError(
