@@ -79,7 +79,8 @@ def torch_softmax(
     if not need_weights:
         y, weights = F.scaled_dot_product_attention(q, k, v, bias, dropout), None
     else:
-        scores = q @ k.mT * q.shape[-1] ** -0.5
+        # the scale first: the largest number of float16 is 65,504
+        scores = (q * q.shape[-1] ** -0.5) @ k.mT
         weights = F.dropout((scores if bias is None else scores + bias).softmax(-1), dropout)
         weights = weights if nothing is None else torch.where(nothing, 0, weights)
         y = weights @ v

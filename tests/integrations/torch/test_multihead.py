@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from linattn import TorchMultiheadAttention
+from linattn import TorchMultiheadAttention, with_inner
 from tests.integrations.torch.cases import (
     BATCH,
     DIM,
@@ -86,6 +86,17 @@ def test_autocast_and_half_precision():
         half = attention.to(dtype)(*[x.to(dtype)] * 3)
         for result in (cast, half):
             assert_close([t.float() for t in result], list(exact), rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_large_products_are_finite_in_half_precision(need_weights):
+    """Where q·k is larger than the largest number of float16, and q·k/√d is not."""
+    theirs = nn.MultiheadAttention(64, 1, dtype=torch.float16)
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(torch.eye(64).repeat(3, 1))
+    x = (36 * torch.randn(5, 2, 64)).half()
+    found, expected = (each(x, x, x, need_weights=need_weights) for each in (with_inner(theirs, "softmax"), theirs))
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
