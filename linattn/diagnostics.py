@@ -92,7 +92,7 @@ def compare_with_softmax(
     Takes quadratic time, but linear memory. Queries that see no key are left out; if causal, so are those of masked
     tokens. Random maps are compared with their current projection, learned ones with their current weights.
 
-    Raises ValueError for shapes that do not fit."""
+    Raises ValueError for shapes that do not fit, and for a head in which no query sees a key."""
     feature_map = checked_feature_map(feature_map, FeatureMap)
     q, k, values, _ = checked_heads(q, k, k if v is None else v, key_mask)
     if 0 in (q.numel(), k.numel()):
@@ -128,6 +128,8 @@ def _compared(
         weights = (_weights_by_key if by_key else _weights_by_query)(phi_q[:, :, chunk], phi_k, scale)
         total += _sums(softmax, weights, visible, v).double().cpu()
     count, error, uniform_error, norm, *means = total
+    if not count.all():
+        raise ValueError(f"no query of head {int(count.argmin())} sees a key, so there is nothing to compare")
     name = feature_map.function if isinstance(feature_map, ElementwiseFeatureMap) else type(feature_map).__name__
     return SoftmaxComparison(
         name,

@@ -219,3 +219,12 @@ def test_shapes_are_checked(q, k, v, causal, message, monkeypatch):
     unchecked = getattr(compare_with_softmax, "__wrapped__", compare_with_softmax)
     with pytest.raises((ValueError, TypeError), match=message if unchecked is compare_with_softmax else ""):
         compare_with_softmax(torch.randn(q), torch.randn(k), ElementwiseFeatureMap("relu"), v=v, causal=causal)
+
+
+@either
+def test_a_head_without_keys_is_named(causal):
+    q, k, _ = tokens()
+    present = torch.ones(2, 2, 65, dtype=torch.bool)
+    present[:, 1] = False
+    with pytest.raises(ValueError, match="no query of head 2 sees a key"):
+        compare_with_softmax(q, k, EfficientFeatureMap(), causal=causal, key_mask=present)
