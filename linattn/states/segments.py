@@ -162,4 +162,5 @@ class _Segments(torch.autograd.Function):
 
 
 def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    return total if grad is None else grad if total is None else total.add_(grad)
+    # not in place: gradients of several parameters may be one tensor
+    return total if grad is None else grad if total is None else total + grad

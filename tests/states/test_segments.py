@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 from linattn.models.loss import NO_LABEL, next_token_loss
@@ -148,6 +149,26 @@ def test_memory_does_not_grow_with_the_length():
     peaks = peak(64), peak(160)
     gc.unfreeze()
     assert peaks[0] == peaks[1]
+
+
+class Sums(nn.Module):
+    """Its first two weights have one gradient, and that of the third is one number, expanded."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.rand(dim, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x):
+        first, second, third = self.weights
+        return x * (first + second) + x * third.sum()
+
+
+def test_gradients_may_share_memory():
+    model, tokens = small_model(ELU), some_tokens(2, 17)
+    model.norm = Sums(model.config.dim)
+    expected = gradients(model, whole(model, tokens, None)[0])
+    for x, y in zip(gradients(model, segmented_loss(model, tokens, segment=4)[0]), expected, strict=True):
+        assert_close(x, y, rtol=1e-8, atol=1e-10)
 
 
 def test_parameters_have_one_gradient_each():
