@@ -49,19 +49,23 @@ class TextCoder:
 
 def text_decoder(tokenizer: Any, *, skip_special_tokens: bool) -> Decoder:
     """Return a decoder for a text in the tokens of `tokenizer`, one of the tokenizers package. All pieces together are
-    what the tokenizer's own `decode` returns for the whole text."""
-    from tokenizers.decoders import DecodeStream
+    what the tokenizer's own `decode` returns for the whole text. Only bytes that are no text differ: they may make "�"
+    of the right bytes before them, whose piece is complete."""
+    tokens, count, context = list[int](), 0, ""
 
-    tokens, stream, size = list[int](), DecodeStream(skip_special_tokens=skip_special_tokens), 0
+    def decoded() -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def decode(token: int | None) -> str:
-        nonlocal size
-        if token is None:
-            piece = tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)[size:]
-        else:
-            tokens.append(token)
-            piece = stream.step(tokenizer, token) or ""
-        size += len(piece)
+        nonlocal tokens, count, context
+        tokens += [] if token is None else [token]
+        text = decoded()
+        # "�" may be half a character
+        if token is not None and (len(text) <= len(context) or text.endswith("�")):
+            return ""
+        # a token's text depends on those before it: the `count` tokens of each piece are the context of the next one
+        piece, tokens = text[len(context) :], tokens[count:]
+        count, context = len(tokens), decoded()
         return piece
 
     return decode

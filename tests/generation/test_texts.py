@@ -1,0 +1,33 @@
+"""Text in the place of tokens: whatever tokens a model draws, their text streams."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from linattn.generation.texts import text_decoder
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A tokenizer with a token per byte, "\\n" among them, and words: as those of Llama 2, Mistral and Gemma."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "b": 257, "<unk>": 258}
+    backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def pieces(tokenizer, tokens):
+    return list(map(text_decoder(tokenizer, skip_special_tokens=False), [*tokens, None]))
+
+
+def test_pieces_are_the_text(tokenizer):
+    tokens = [256, *"\né𝄞\n".encode(), 257, 256, *"…".encode(), 258]
+    text = [" a", "\n", "", "é", "", "", "", "𝄞", "\n", "b", " a", "", "", "…", "<unk>", ""]
+    assert pieces(tokenizer, tokens) == text
+
+
+@pytest.mark.parametrize("end", [[], [257], [256, 257]])
+@pytest.mark.parametrize("wrong", [[0xE4], [0xC3, 0xC3], [0xFF, 0x0A], [0xE2, 0x82, 0x41]])
+def test_bytes_that_are_no_text_end_no_text(tokenizer, wrong, end):
+    """The tokenizer's own stream raises an error here: a wrong byte makes "�" of the right bytes before it, too."""
+    text = "".join(pieces(tokenizer, [256, 0x0A, *wrong, *end]))
+    assert text.startswith(" a\n�") and text.endswith(tokenizer.decode(end))
