@@ -253,6 +253,7 @@ VALUES = {
     "logits .* NaN": [draws(lambda x: x * math.nan), draws(lambda x: torch.full_like(x, -math.inf))],
     "filter must return logits": [draws(lambda x: None), draws(lambda x: x[:, 1:])],
     "stop_tokens must be tokens": [generates(stop_tokens=x) for x in (3, [1.5], "a", None)],
+    "sampling must be a Sampling": [generates(sampling=x) for x in (0.8, "greedy", None)],
     "seed": [generates(seed=x) for x in (2**64, -(2**63) - 1)],
     "cu_seqlens must": [packs(0, 9), packs(0, 4, 2, 5), packs(-1, 5), packs(0.0, 5.0), packs((0, 5))],
     "n must": [packs(0, 5, n=-1)],

@@ -55,6 +55,8 @@ class ContinuousBatch:
     @check_types
     def __init__(self, model: TokenModel, *, size: int = 16, cache: PrefixCache | None = None):
         check_sizes(size=size)
+        if cache is not None and not isinstance(cache, PrefixCache):
+            raise ValueError(f"cache must be a PrefixCache, but is a {type(cache).__name__}")
         if cache is not None and cache.model is not model:
             raise ValueError("the cache must hold states of the same model, but it is of another one")
         self.model, self.size, self.cache = model, size, cache
@@ -81,6 +83,8 @@ class ContinuousBatch:
         """Take a request and return its number: 0 for the first of this batch, and so on.
 
         Raises ValueError for what `generate` would not take, and for a state of another model."""
+        if not isinstance(request, Request):
+            raise ValueError(f"request must be a Request, but is a {type(request).__name__}")
         options = request.max_new_tokens, request.sampling, request.stop_tokens, request.seed
         sampler = Sampler.checked(self.model, [request.prompt], *options, draft=None, complete=False)
         state = self._begin(request.state)

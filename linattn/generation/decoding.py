@@ -55,6 +55,8 @@ class Sampler(NamedTuple):
         check_sizes(max_new_tokens=max_new_tokens, least=0)
         if seed is not None and not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed must be in [−2⁶³, 2⁶⁴), as torch's generators take it, but is {seed}")
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling must be a Sampling, but is a {type(sampling).__name__}")
         if draft is not None and not isinstance(draft, Draft):
             raise ValueError(f"draft must be a Draft, such as PromptLookup(), but is a {type(draft).__name__}")
         if draft is not None:

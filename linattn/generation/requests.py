@@ -29,5 +29,3 @@ class Request:
     def __post_init__(self) -> None:
         check_fields(self)
         check_sizes(max_new_tokens=self.max_new_tokens)
-        if not isinstance(self.sampling, Sampling):
-            raise ValueError(f"sampling must be a Sampling, but is a {type(self.sampling).__name__}")

@@ -356,6 +356,7 @@ def test_a_tensor_is_a_prompt():
         (lambda m: m.add(Request([1], max_new_tokens=0)), "max_new_tokens must be a whole number of at least 1"),
         (lambda m: m.add(Request([1], max_new_tokens=1, seed=2**64)), "seed must be"),
         (lambda m: m.add(Request([1], max_new_tokens=1, sampling=3)), "sampling must be a Sampling, but is a int"),
+        (lambda m: m.add([1, 2]), "must be a Request, but is a list"),
         (lambda m: m.add(Request([1], max_new_tokens=1, state=(1,))), "TokenModelState"),
         (lambda m: m.add(Request([1], max_new_tokens=1, state=m.model.extend(some_tokens(2, 3))[1])), "2 sequences"),
         (lambda m: m.add(Request([1] * 9, max_new_tokens=5)), "end at 12, but prompt and new tokens need 13"),
@@ -371,6 +372,7 @@ def test_a_tensor_is_a_prompt():
         ),
         (lambda m: ContinuousBatch(m.model, size=0), "size"),
         (lambda m: ContinuousBatch(m.model, cache=PrefixCache(small_model(ELU))), "of another one"),
+        (lambda m: ContinuousBatch(m.model, cache={}), "cache must be a PrefixCache, but is a dict"),
         (lambda m: ContinuousBatch(small_model(ELU, causal=False)).add(Request([1], max_new_tokens=1)), "causal"),
     ],
 )
