@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linattn.checks import check_sizes
 from linattn.generation.drafts import Draft, DraftedBatch
-from linattn.generation.sampling import GREEDY, Logits, Sampling, Seen, draw
+from linattn.generation.sampling import GREEDY, Logits, Sampling, Seen, draw, most_likely
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import checked_kind, for_batch, map_state
@@ -146,7 +146,7 @@ class Sampler(NamedTuple):
         """Draw tokens from the logits after the last token and after each of the guesses, up to one that was not
         guessed or that ends the text."""
         new, at_once = list[int](), self.sampling == GREEDY
-        likely = logits.argmax(-1).tolist() if at_once else None
+        likely = most_likely(logits, GREEDY, seen.expand_as(logits)).tolist() if at_once else None
         for i, guess in enumerate([*guesses, None]):
             token = int(draw(logits[i : i + 1], self.sampling, seen, generator)) if likely is None else likely[i]
             seen[0, token] = True

@@ -64,7 +64,7 @@ def draw(logits: Logits, sampling: Sampling, seen: Seen, generator: torch.Genera
 
 def most_likely(logits: Logits, sampling: Sampling, seen: Seen) -> Int[Tensor, " b"]:
     logits = penalised(logits.float(), seen, sampling.repetition_penalty)
-    return (logits if sampling.filter is None else _drawable(logits, sampling)).argmax(-1)
+    return _drawable(logits, sampling).argmax(-1)
 
 
 def probabilities(logits: Logits, sampling: Sampling, seen: Seen) -> Logits:

@@ -276,3 +276,13 @@ def test_the_penalty_concerns_prompt_and_new_tokens_but_no_padding():
     rows = generate(model, [[3], [4, 5]], **options)
     assert sorted(rows[0]) == [token for token in range(VOCABULARY) if token != 3]
     assert sorted(rows[1][:-1]) == [token for token in range(VOCABULARY) if token not in (4, 5)]
+
+
+@pytest.mark.parametrize("draft", [None, PromptLookup()])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_of_nan_are_no_text(temperature, draft):
+    model = small_model(elu)
+    with torch.no_grad():
+        model.norm.weight.fill_(nan)
+    with pytest.raises(ValueError, match="the logits of the model hold NaN"):
+        generate(model, [[1, 2]], max_new_tokens=3, sampling=Sampling(temperature=temperature), draft=draft)
