@@ -143,9 +143,11 @@ class _Call(NamedTuple):
         single = rows is not prompts
         if is_text(rows):
             coder = TextCoder(model)
-            rows, (count, sampling, stops, *rest) = coder.encode(rows, begins=begins), options
-            options = count, sampling, (*stops, *coder.stop_tokens), *rest
-        return cls(Sampler.checked(model, rows, *options), coder, single)
+            rows = coder.encode(rows, begins=begins)
+        sampler = Sampler.checked(model, rows, *options)
+        if coder is not None:
+            sampler = sampler._replace(stops=sampler.stops.union(coder.stop_tokens))
+        return cls(sampler, coder, single)
 
 
 def _rows(prompts: Any) -> Any:
