@@ -144,8 +144,13 @@ def generated(
         yield piece[left:]
         left = max(0, left - len(piece))
     thread.join()
-    if errors:
-        raise errors[0]
+    # the last token is not read
+    length, limit = tokens.shape[1] + arguments.max_new_tokens - 1, positions(model.config)
+    for error in errors:
+        if isinstance(error, IndexError) and length > limit:
+            message = f"the model's positions end at {limit}, but prompt and new tokens need {length}"
+            raise ValueError(message) from error
+        raise error
 
 
 class _Streamer(TextIteratorStreamer):

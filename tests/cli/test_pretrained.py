@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from linattn import LanguageModel, LanguageModelConfig, states
 from linattn.cli.main import main
@@ -83,6 +83,15 @@ def test_a_text_that_was_read_goes_on(linear, finished, tmp_path, capsys):
     text.write_text("the cat sees a tree and " * 11)
     assert main(["read", str(linear), str(text), "--out", str(tmp_path / "long.state")]) == 2
     assert "this cannot be read: the model's positions end at 256, but there are 265" in capsys.readouterr().err
+
+
+def test_learned_positions_end_a_text_in_one_line(tmp_path, capsys):
+    folder, sizes = str(tmp_path / "gpt2"), {"n_embd": 16, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, eos_token_id=None, **sizes)).save_pretrained(folder)
+    assert output(capsys, "generate", folder, "--max-new-tokens", "10", "--prompt", "the cat").startswith("the cat")
+    assert main(["generate", folder, "--max-new-tokens", "11", "--prompt", "the cat"]) == 2
+    expected = "this cannot be generated: the model's positions end at 16, but prompt and new tokens need 17"
+    assert expected in capsys.readouterr().err
 
 
 def test_info_describes_layers_and_cache(linear, capsys):
