@@ -138,6 +138,9 @@ def generated(
     yield shown
     left = len(shown)
     times.append(time.perf_counter())
+    if not arguments.max_new_tokens:
+        # transformers refuses it
+        return
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     for piece in streamer:

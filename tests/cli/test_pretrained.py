@@ -48,6 +48,12 @@ def test_the_text_is_that_of_transformers(linear, capsys):
     assert output(capsys, "generate", linear, *GREEDY) == greedy(linear, "the cat") + "\n"
 
 
+def test_no_new_tokens_are_the_prompt_alone(linear, finished, capsys):
+    for folder in (linear, finished):
+        assert main(["generate", str(folder), "--prompt", "the cat", "--max-new-tokens", "0"]) == 0
+        assert capsys.readouterr() == ("the cat\n", "[0 tokens]\n")
+
+
 def test_a_chat_prints_the_answer(linear, capsys):
     expected = greedy(linear, "[the cat]>", add_special_tokens=False).removeprefix("[the cat]>")
     assert output(capsys, "generate", linear, *GREEDY, "--chat").strip("\n") == expected.strip("\n")
