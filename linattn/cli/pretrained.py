@@ -46,9 +46,6 @@ def load_for_requests(folder: Path, arguments: argparse.Namespace) -> tuple[Toke
     model, vocabulary = _load(folder, arguments)
     if isinstance(model, LinattnForCausalLM):
         return model.model, vocabulary
-    if vocabulary.has_chat_template:
-        # a template is a program: one with an error is found here, and not by the first client
-        vocabulary.chat([{"role": "user", "content": "Hello"}])
     with explained(f"{folder} has no state to go on from", ValueError):
         return PretrainedTokenModel(model), vocabulary
 

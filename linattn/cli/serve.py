@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SMALLER = "a smaller --batch or --cache-bytes"
 EXTRA = "serve"
 SUMMARY = "serve a model to OpenAI's clients"
+# a chat template is a program: one with an error is found with these, and not by the first client
+MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from linattn.serving.server import Server
 
     model, vocabulary = open_model(arguments.folder, arguments)
-    if is_pretrained(arguments.folder):
-        chat = vocabulary.chat if vocabulary.has_chat_template else None
-    else:
-        chat = chat_template(arguments.folder)
+    chat = _checked_chat(vocabulary) if is_pretrained(arguments.folder) else chat_template(arguments.folder)
     state = load_past(model, arguments)
     cache = PrefixCache(model, budget=arguments.cache_bytes) if arguments.cache_bytes else None
     interface = Interface(arguments.folder.resolve().name, model, vocabulary, arguments.max_tokens, chat, state)
@@ -71,6 +70,14 @@ async def _serve(server: "Server", arguments: argparse.Namespace) -> None:
         await server.stop()
 
 
+def _checked_chat(vocabulary: Any) -> Callable[[list[Any]], list[int]] | None:
+    """Return the function that writes messages as the vocabulary's chat template, None without one."""
+    if not vocabulary.has_chat_template:
+        return None
+    vocabulary.chat(MESSAGES)
+    return vocabulary.chat
+
+
 def chat_template(folder: Path) -> Callable[[list[Any]], str] | None:
     """Return the function that writes messages as the chat template of the folder's tokenizer, None without one."""
     settings, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
@@ -86,6 +93,5 @@ def chat_template(folder: Path) -> Callable[[list[Any]], str] | None:
         def chat(messages: list[Any]) -> str:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
-        # a template is a program: one with an error is found here, and not by the first client
-        chat([{"role": "user", "content": "Hello"}])
+        chat(MESSAGES)
     return chat

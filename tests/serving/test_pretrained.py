@@ -78,3 +78,13 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path, capsys):
     assert main(["serve", str(tmp_path / "rwkv"), "--cpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "the rows of RwkvForCausalLM cannot be joined: its cache is a NoneType" in line
+
+
+@pytest.mark.parametrize("folder", ["softmax", "own"], indirect=True)
+def test_a_template_with_an_error_ends_what_needs_it_alone(folder, tmp_path, capsys):
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no users') }}")
+    (tmp_path / "text").write_text("the cat")
+    assert main(["read", str(folder), str(tmp_path / "text"), "--out", str(tmp_path / "state"), "--cpu"]) == 0
+    capsys.readouterr()
+    assert main(["serve", str(folder), "--host", "no host", "--cpu"]) == 2
+    assert capsys.readouterr().err == f"linattn serve: the chat template of {folder} cannot be used: no users\n"
