@@ -53,7 +53,7 @@ def gather(run: Run) -> dict[str, Any]:
     steps = run.saved_steps()
     return {
         "run": str(run.folder),
-        **{name: run.description[name] for name in Description.__annotations__},
+        **{name: run.description[name] for name in Description.__annotations__ if name in run.description},
         "checkpoints": steps,
         "progress": _progress(list(run.records())),
         "model": _model(run.model()) if steps else None,

@@ -67,6 +67,15 @@ def test_the_state_is_constant_but_for_softmax(text, tmp_path, capsys, attention
     assert (model["state_bytes_per_further_token"] > 0) == grows
 
 
+def test_a_run_of_an_older_version_is_described(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    description = json.loads((run / "run.json").read_text())
+    del description["launch"]
+    (run / "run.json").write_text(json.dumps(description))
+    assert facts(capsys, run).keys() == facts(capsys, finished).keys() - {"launch"}
+
+
 def test_a_run_that_has_just_begun_has_no_model(finished, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
