@@ -11,6 +11,7 @@ import torch
 from linattn.cli.run_folder import Description, Run, is_pretrained, open_run
 from linattn.console.errors import explained
 from linattn.models import LanguageModel
+from linattn.models.storage import CONFIG
 from linattn.states.rows import num_bytes
 
 SMALLER = "a smaller model"
@@ -50,13 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def gather(run: Run) -> dict[str, Any]:
-    steps = run.saved_steps()
     return {
         "run": str(run.folder),
         **{name: run.description[name] for name in Description.__annotations__ if name in run.description},
-        "checkpoints": steps,
+        "checkpoints": run.saved_steps(),
         "progress": _progress(list(run.records())),
-        "model": _model(run.model()) if steps else None,
+        "model": _model(run.model()) if (run.folder / CONFIG).exists() else None,
     }
 
 

@@ -80,10 +80,18 @@ def test_a_run_that_has_just_begun_has_no_model(finished, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     shutil.rmtree(run / "checkpoints")
-    (run / "log.jsonl").unlink()
+    for name in ("log.jsonl", "config.json", "model.safetensors"):
+        (run / name).unlink()
     found = facts(capsys, run)
     assert (found["model"], found["progress"], found["checkpoints"]) == (None, {}, [])
     assert main(["info", str(run)]) == 0
+
+
+def test_a_run_without_checkpoints_has_its_model(finished, tmp_path, capsys):
+    """They are for --resume alone, and may be deleted."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    assert facts(capsys, run)["model"] == facts(capsys, finished)["model"]
 
 
 def test_a_state_in_a_file_is_described(finished, text, tmp_path, capsys):
