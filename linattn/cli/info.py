@@ -93,7 +93,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "made with", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     yield "processes", facts["processes"]
     for name, part in facts["data"].items():
-        yield name, f"{part['bytes']:,} bytes in {part['documents']:,} files, {part['tokens']:,} tokens"
+        count = f"{part['documents']:,} document{'s' * (part['documents'] > 1)}"
+        yield name, f"{part['bytes']:,} bytes in {count}, {part['tokens']:,} tokens"
     yield "data", " ".join(facts["paths"])
     yield "tokens", f"{facts['tokenizer'] or 'bytes'}, {facts['vocabulary']:,} kinds"
     if model := facts["model"]:

@@ -34,6 +34,8 @@ def test_the_text_has_the_same_facts(finished, text, capsys):
     progress = facts(capsys, finished)["progress"]
     for fact in (
         str(text),
+        "bytes in 2 documents,",
+        "bytes in 1 document,",
         "attention local+elu",
         "step 8,",
         f"validation {progress['validation_bits_per_byte']:.3f} bits/byte",
