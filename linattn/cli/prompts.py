@@ -15,6 +15,7 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from linattn.cli.generate import SAMPLING
+from linattn.cli.read import goes_on
 from linattn.cli.typed_json import read_json
 from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
@@ -147,7 +148,10 @@ def answer_file(model: TokenModel, vocabulary: Any, state: Any, arguments: argpa
         for leftover in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
             leftover.unlink()
         mode = "w" if arguments.replace else "a"
-        with out.open(mode, encoding="utf-8", newline="\n") as file, _Progress(done, len(jobs)) as progress:
+        with (
+            out.open(mode, encoding="utf-8", newline="\n") as file,
+            _Progress(done, len(jobs), goes_on(arguments)) as progress,
+        ):
             for answer in _answers(batch, missing, vocabulary, progress):
                 results[answer.job.line] = line = answer.result()
                 file.write(line)
@@ -201,10 +205,11 @@ def _results(out: Path, jobs: Sequence[Job], prompts: Path) -> dict[int, str]:
 class _Progress:
     """A bar with the texts that are complete and the tokens per second. An interruption says how to go on."""
 
-    def __init__(self, done: int, total: int) -> None:
+    def __init__(self, done: int, total: int, goes_on: str) -> None:
         from tqdm.auto import tqdm
 
         self.texts, self.total, self.tokens, self.started = done, total, 0, time.monotonic()
+        self.goes_on = goes_on
         self.bar = tqdm(
             total=total, initial=done, bar_format=BAR, dynamic_ncols=True, disable=None, leave=False, unit="text"
         )
@@ -216,7 +221,7 @@ class _Progress:
         self.bar.close()
         if kind is KeyboardInterrupt:
             ended = f"interrupted after {self.texts:,} of {self.total:,} texts"
-            raise CommandError(f"{ended}: the same command goes on", status=130) from None
+            raise CommandError(f"{ended}: {self.goes_on}", status=130) from None
 
     def update(self, tokens: int) -> None:
         self.tokens += tokens

@@ -32,7 +32,6 @@ SUMMARY = "read texts, once, and keep what was read in a file"
 # tokens per call and process, bytes per read of a file, and seconds between two saves of what was read so far
 PIECE, BLOCK, SAVED = 8192, 2**20, 20.0
 BAR = "{percentage:3.0f}% |{bar}| {postfix} [{elapsed}<{remaining}]"
-GOES_ON = "the same command goes on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,12 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.out.exists() and not arguments.replace:
+    if arguments.out.exists() and not (arguments.replace or unfinished(arguments.out).exists()):
         raise CommandError(f"there is a file {arguments.out} already: --replace replaces it")
     files = [] if arguments.texts == ["-"] else find_files(arguments.texts)
     with joined_processes(cpu=arguments.cpu) as group, ExitStack() as stack:
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        with ending_together(rank, arguments.out, f"another process has ended: {GOES_ON}"):
+        with ending_together(rank, arguments.out, f"another process has ended: {goes_on(arguments)}"):
             if not files and group is not None:
                 raise CommandError("only the first process has stdin: name files instead of -")
             model, vocabulary = open_model(arguments.folder, arguments)
@@ -70,6 +69,11 @@ def _begin(arguments: argparse.Namespace, stack: ExitStack) -> None:
         remove_partial_files(path)
     if arguments.replace:
         unfinished(arguments.out).unlink(missing_ok=True)
+
+
+def goes_on(arguments: argparse.Namespace) -> str:
+    """Return the message that says how an interrupted command goes on. With --replace it would start over."""
+    return f"the same command{', without --replace,' if arguments.replace else ''} goes on"
 
 
 def unfinished(out: Path) -> Path:
@@ -95,7 +99,7 @@ class Reading:
     and reports."""
 
     def __init__(self, model: TokenModel, arguments: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
-        self.model, self.out, self.group = model, arguments.out, group
+        self.model, self.out, self.group, self.goes_on = model, arguments.out, group, goes_on(arguments)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.unfinished = unfinished(arguments.out)
         self.before, self.done, self.begun, state = 0, 0, "", None
@@ -146,7 +150,7 @@ class Reading:
             if self.place.num_tokens <= self.done:
                 raise
             self._save(self.unfinished)
-            message = f"interrupted after {self.place.num_tokens:,} tokens: {GOES_ON}"
+            message = f"interrupted after {self.place.num_tokens:,} tokens: {self.goes_on}"
             raise CommandError(message, status=130) from None
         except RuntimeError as error:
             if has_lost_process(error) and self.place.num_tokens > self.done:

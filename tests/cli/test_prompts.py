@@ -138,10 +138,12 @@ def test_ctrl_c_says_how_to_go_on(finished, path, complete, tmp_path, capsys, mo
         return step(self)
 
     monkeypatch.setattr(ContinuousBatch, "step", interrupted)
-    assert main(command(finished, path, out)) == 130
-    assert "interrupted after 2 of 5 texts: the same command goes on" in capsys.readouterr().err
-    assert main(command(finished, path, out)) == 0
-    assert out.read_bytes() == complete
+    for options, same in (((), "the same command"), (("--replace",), "the same command, without --replace,")):
+        calls.clear()
+        assert main([*command(finished, path, out), *options]) == 130
+        assert f"interrupted after 2 of 5 texts: {same} goes on" in capsys.readouterr().err
+        assert main(command(finished, path, out)) == 0
+        assert out.read_bytes() == complete
 
 
 def test_more_prompts_are_added_and_others_are_refused(finished, path, complete, tmp_path, capsys):

@@ -110,6 +110,28 @@ def test_an_interrupted_reading_goes_on_where_it_was(finished, text, tmp_path, m
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.state", "b.state"]
 
 
+def test_an_interrupted_replacement_goes_on_without_replace(finished, text, tmp_path, monkeypatch, capsys):
+    out, extend = tmp_path / "x.state", read.Reading._extend
+    reads(finished, text / "a.txt", "--out", out)
+    before = out.read_bytes()
+
+    def interrupted(self, part):
+        if self.place.num_tokens > 300:
+            raise KeyboardInterrupt
+        extend(self, part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(read.Reading, "_extend", interrupted)
+        assert reads(finished, text / "b.txt", "--out", out, "--replace") == 130
+    assert "the same command, without --replace, goes on" in capsys.readouterr().err
+    assert out.read_bytes() == before
+    assert reads(finished, text / "a.txt", "--out", out) == 2
+    assert "of other texts" in capsys.readouterr().err
+    assert reads(finished, text / "b.txt", "--out", out) == 0
+    assert_is_state_after(finished, out, tokens(text / "b.txt"))
+    assert reads(finished, text / "b.txt", "--out", out) == 2
+
+
 def test_what_an_interruption_left_serves_the_same_texts_only(finished, text, tmp_path, monkeypatch, capsys):
     out, other = tmp_path / "x.state", tmp_path / "other.txt"
     reads(finished, text / "a.txt", "--out", out)
