@@ -2,7 +2,6 @@
 
 import argparse
 import codecs
-import glob
 import hashlib
 import json
 import sys
@@ -17,7 +16,7 @@ from typing_extensions import TypedDict
 from linattn.cli.generate import SAMPLING
 from linattn.cli.read import goes_on
 from linattn.cli.typed_json import read_json
-from linattn.console.atomic import write_atomically
+from linattn.console.atomic import remove_partial_files, write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
 from linattn.generation import ContinuousBatch, Request, Sampling
@@ -145,8 +144,7 @@ def answer_file(model: TokenModel, vocabulary: Any, state: Any, arguments: argpa
                 batch.cancel(number)
             else:
                 missing[number] = job
-        for leftover in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
-            leftover.unlink()
+        remove_partial_files(out)
         mode = "w" if arguments.replace else "a"
         with (
             out.open(mode, encoding="utf-8", newline="\n") as file,
