@@ -10,7 +10,7 @@ from linattn.cli.run_folder import is_pretrained, open_run
 from linattn.console.errors import CommandError, explained
 from linattn.console.processes import world_size
 from linattn.models.token_model import TokenModel
-from linattn.states import load_state
+from linattn.states import describe_state, load_state
 
 
 def open_model(folder: Path, arguments: argparse.Namespace) -> tuple[TokenModel, Any]:
@@ -35,4 +35,7 @@ def load_past(model: TokenModel, arguments: argparse.Namespace) -> Any:
     if arguments.state is None:
         return None
     with explained("the state cannot be used", ValueError, FileNotFoundError):
-        return load_state(arguments.state, model=model)
+        state, rows = load_state(arguments.state, model=model), describe_state(arguments.state).rows
+        if rows != 1:
+            raise ValueError(f"{arguments.state} has those of {rows} texts, not of one")
+        return state

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from linattn.cli.argument_types import FLAG
-from linattn.cli.loading import open_model
+from linattn.cli.loading import load_past, open_model
 from linattn.cli.vocabulary import Bytes
 from linattn.console.atomic import remove_partial_files
 from linattn.console.errors import CommandError, explained
@@ -102,14 +102,12 @@ class Reading:
         self.model, self.out, self.group, self.goes_on = model, arguments.out, group, goes_on(arguments)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.unfinished = unfinished(arguments.out)
-        self.before, self.done, self.begun, state = 0, 0, "", None
+        self.before, self.done, self.begun = 0, 0, ""
         self.expected: str | None = None
-        with explained("the state cannot be extended", ValueError, FileNotFoundError):
-            if arguments.state is not None:
-                state = load_state(arguments.state, model=model)
-                self.before = describe_state(arguments.state).num_tokens or 0
-                self.begun = hashlib.sha256(arguments.state.read_bytes()).hexdigest()
-        self.place = Place(state, 0, hashlib.sha256())
+        self.place = Place(load_past(model, arguments), 0, hashlib.sha256())
+        if arguments.state is not None:
+            self.before = describe_state(arguments.state).num_tokens or 0
+            self.begun = hashlib.sha256(arguments.state.read_bytes()).hexdigest()
         if self.unfinished.exists():
             self._resume()
 

@@ -10,7 +10,7 @@ import torch
 from linattn.cli import read
 from linattn.cli.main import main
 from linattn.models import LanguageModel
-from linattn.states import describe_state, load_state
+from linattn.states import describe_state, load_state, save_state
 from tests.states.test_rows import assert_same
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "20")
@@ -160,7 +160,7 @@ def test_what_is_refused(finished, text, tmp_path, capsys):
         (("read", finished, text, "--out", out), "there is a file"),
         (("read", finished, tmp_path / "none.txt", "--out", tmp_path / "b"), "there is no file or folder"),
         (("read", finished, tmp_path / "empty.txt", "--out", tmp_path / "b"), "the texts are empty"),
-        (("read", finished, text, "--out", tmp_path / "b", "--state", text / "a.txt"), "cannot be extended"),
+        (("read", finished, text, "--out", tmp_path / "b", "--state", text / "a.txt"), "cannot be used"),
         (("generate", finished, "--state", out), "needs a --prompt"),
         (("generate", finished, "--state", text / "a.txt", "--prompt", "a"), "cannot be used"),
         (("generate", finished, "--state", tmp_path / "none", "--prompt", "a"), "no state in"),
@@ -168,3 +168,12 @@ def test_what_is_refused(finished, text, tmp_path, capsys):
         assert main([str(argument) for argument in arguments]) == 2
         assert message in capsys.readouterr().err
     assert out.read_bytes() == before and not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "a"), ("read", "a.txt", "--out", "b"), ("serve",)])
+def test_the_states_of_two_texts_are_no_past(finished, text, tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(text)
+    model, name = LanguageModel.load(finished), tmp_path / "two.state"
+    save_state(model.extend(torch.tensor([[1, 2], [3, 4]]))[1], name, model=model)
+    assert main([command[0], str(finished), *command[1:], "--state", str(name), "--cpu"]) == 2
+    assert capsys.readouterr().err.endswith(f"the state cannot be used: {name} has those of 2 texts, not of one\n")
