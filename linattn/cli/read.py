@@ -45,9 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.out.is_dir():
+        raise CommandError(f"--out {arguments.out} is a folder, but must be a file")
     if arguments.out.exists() and not (arguments.replace or unfinished(arguments.out).exists()):
         raise CommandError(f"there is a file {arguments.out} already: --replace replaces it")
     files = [] if arguments.texts == ["-"] else find_files(arguments.texts)
+    if arguments.out.exists() and any(map(arguments.out.samefile, files)):
+        raise CommandError(f"--out must be no file that is read, but {arguments.out} is among the texts")
     with joined_processes(cpu=arguments.cpu) as group, ExitStack() as stack:
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         with ending_together(rank, arguments.out, f"another process has ended: {goes_on(arguments)}"):

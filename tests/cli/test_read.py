@@ -158,6 +158,8 @@ def test_what_is_refused(finished, text, tmp_path, capsys):
     (tmp_path / "empty.txt").touch()
     for arguments, message in (
         (("read", finished, text, "--out", out), "there is a file"),
+        (("read", finished, text, "--out", tmp_path), "is a folder, but must be a file"),
+        (("read", finished, tmp_path, "--out", out, "--replace"), "a.state is among the texts"),
         (("read", finished, tmp_path / "none.txt", "--out", tmp_path / "b"), "there is no file or folder"),
         (("read", finished, tmp_path / "empty.txt", "--out", tmp_path / "b"), "the texts are empty"),
         (("read", finished, text, "--out", tmp_path / "b", "--state", text / "a.txt"), "cannot be used"),
