@@ -42,8 +42,6 @@ class Engine:
         """Generate while the block runs; at its end the rows are free. Raise ApiError if there are too many choices."""
         if self.ends or not self.thread.is_alive():
             raise ApiError(503, "the server is shutting down")
-        if len(choices) > self.limit:
-            raise ApiError(400, f"one request has at most {self.limit} choices, but there are {len(choices)}")
         if len(self.open) + len(choices) > self.limit:
             raise ApiError(429, "the queue is full: try again later")
         events = Events()

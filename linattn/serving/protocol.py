@@ -143,8 +143,9 @@ class Interface(NamedTuple):
     chat: Callable[[list[Any]], str | list[int]] | None = None
     state: TokenModelState | None = None
 
-    def read(self, endpoint: Any, content: bytes) -> Call:
-        """Return the call. Raise ApiError or ValueError for one that is not understood, or is too large."""
+    def read(self, endpoint: Any, content: bytes, limit: int) -> Call:
+        """Return the call. Raise ApiError or ValueError for one that is not understood, or is too large: it has at most
+        `limit` choices."""
         try:
             fields: dict[str, Any] = endpoint.validate_json(content, strict=True)
         except ValidationError as error:
@@ -161,8 +162,10 @@ class Interface(NamedTuple):
         temperature, top_p = body.get("temperature", 1.0), body.get("top_p", 1)
         sampling = Sampling(temperature=temperature, top_p=None if temperature == 0 or top_p == 1 else top_p)
         stops = [stop] if isinstance(stop := body.get("stop", []), str) else stop
-        each, choices = body.get("n", 1), list[Choice]()
-        for tokens in self._prompts(body):
+        prompts, each, choices = self._prompts(body), body.get("n", 1), list[Choice]()
+        if (total := len(prompts) * each) > limit:
+            raise ApiError(400, f"one request has at most {limit} choices, but there are {total}")
+        for tokens in prompts:
             count = self._max_new_tokens(body, len(tokens))
             for i in range(each):
                 # the first of several choices is the one that would be alone

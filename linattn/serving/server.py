@@ -76,7 +76,7 @@ class Server:
             content = await asyncio.wait_for(request.read(), self.timeout)
         except TimeoutError:
             raise ApiError(408, f"the body has not come within {self.timeout:g} seconds") from None
-        call = await asyncio.to_thread(self.interface.read, endpoint, content)
+        call = await asyncio.to_thread(self.interface.read, endpoint, content, self.engine.limit)
         with self.engine.generate(call.choices) as events:
             async with aclosing(self._pieces(call, events, started)) as pieces:
                 if call.streams:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from linattn.generation import Sampling, generate
+from linattn.serving import protocol
 from linattn.serving import server as serving
 from tests.serving.conftest import running, tiny_model, wait_until
 
@@ -195,6 +196,13 @@ def post(server, content, path="/v1/completions"):
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)["error"]
+
+
+def test_too_many_choices_cost_nothing(server, monkeypatch):
+    """A small body may name millions of them, so none is made before they are counted."""
+    monkeypatch.setattr(protocol, "Choice", None)
+    status, error = post(server, json.dumps({"model": "tiny", "prompt": ["x"] * 99, "n": 128}).encode())
+    assert (status, error["message"]) == (400, "one request has at most 104 choices, but there are 12672")
 
 
 GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
