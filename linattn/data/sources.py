@@ -14,9 +14,10 @@ from linattn.console.errors import CommandError, explained
 from linattn.console.files import find_files
 
 HUB = "hub:"
+HUB_FORM = f"{HUB}NAME[:CONFIG[:SPLIT]]"
 DATA_HELP = (
     "files of text, or of one document per row (.jsonl, .jsonl.gz, .parquet); folders of such files; a folder that "
-    f"`datasets` has saved; or {HUB}NAME[:CONFIG[:SPLIT]], a data set of Hugging Face's Hub, which is streamed"
+    f"`datasets` has saved; or {HUB_FORM}, a data set of Hugging Face's Hub, which is streamed"
 )
 ROWS = 1000
 """The number of rows that are read at a time."""
@@ -129,7 +130,9 @@ def _saved_rows(path: str, field: str) -> Iterator[Any]:
 def _hub_rows(path: str, field: str) -> Iterator[Any]:
     with rows_extra():
         from datasets import load_dataset
-    name, config, split, *_ = [*path.removeprefix(HUB).split(":"), "", "", ""]
+    if len(parts := path.removeprefix(HUB).split(":")) > 3:
+        raise CommandError(f"a data set of the Hub must be {HUB_FORM}, but is {path}")
+    name, config, split, *_ = [*parts, "", ""]
     # without a connection, or for an unknown name, the libraries raise many kinds of exceptions
     with explained(f"{path} cannot be read", Exception):
         streamed: Any = load_dataset(name, config or None, split=split or "train", streaming=True)

@@ -135,6 +135,7 @@ def test_damaged_and_mixed_data_are_told(tmp_path):
     assert "has several splits: name one of " in (told := refusal(str(tmp_path / "splits"), tmp_path))
     assert told.endswith("splits/train")
     assert "hub:no/such:de cannot be read" in refusal("hub:no/such:de", tmp_path)
+    assert "must be hub:NAME[:CONFIG[:SPLIT]], but is hub:a:b:c:9" in refusal("hub:a:b:c:9", tmp_path)
     assert "there are no training data" in refusal(write(tmp_path, "saved", [""] * 3), tmp_path)
 
 
