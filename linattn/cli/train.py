@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         if not arguments.data:
             raise CommandError("DATA is missing: name files, folders or data sets of text")
+        if given.keys() >= {"validation_part", "validation_data"}:
+            raise CommandError("--validation-part is of DATA, but --validation-data takes its place: give one of them")
         require_free(arguments.out, replace=arguments.replace)
         options = new_options(given)
         vocabulary = load_vocabulary(options.tokenizer)

@@ -63,6 +63,10 @@ TRAIN = {
     "no validation": (("text", "--validation-part", "0.0001"), "no validation data"),
     "no such names": (("text", "--include", "*.c"), "there are no files that fit --include *.c in text"),
     "missing validation": (("text", "--validation-data", "missing"), "there is no file or folder missing"),
+    "two validations": (
+        ("text", "--validation-part", "0.5", "--validation-data", "text"),
+        "--validation-part is of DATA",
+    ),
     "missing tokenizer": (("text", "--tokenizer", "missing.json"), "there is no tokenizer missing.json"),
     "bad tokenizer": (("text", "--tokenizer", "bad.json"), "bad.json is no file of the tokenizers package"),
     "heads": (("text", "--num-heads", "3"), "num_heads must divide dim, or head_dim be given, but they are 3 and 16"),
