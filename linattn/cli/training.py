@@ -173,6 +173,10 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
         if getattr(options, name) is not None and getattr(options, other):
             raise ValueError(f"--{name} does not work with --{other}")
     check_sharing(options, args.world_size)
+    sequences, most = options.limit() * sequences_per_update(options, args.world_size), sys.maxsize // args.world_size
+    if sequences > most:
+        named = "--steps, --batch and --accumulate"
+        raise ValueError(f"{named} make {sequences:,} sequences, but there can be at most {most:,}")
     return args
 
 

@@ -76,6 +76,7 @@ TRAIN = {
     "dropout": (("text", "--dropout", "1.5"), "dropout"),
     "not a number": (("text", "--steps", "many"), "--steps: must be a whole number of at least 1, but is 'many'"),
     "negative": (("text", "--batch", "-4"), "--batch: must be a whole number of at least 1, but is '-4'"),
+    "too many steps": (("text", "--steps", "9" * 19), "39,999,999,999,999,999,996 sequences, but there can be at most"),
     "large seed": (("text", "--seed", "4294967296"), "--seed: must be a whole number of at least 0 and at most"),
     "infinite": (("text", "--lr", "inf"), "--lr: must be a number above 0, but is 'inf'"),
     "nan": (("text", "--warmup", "nan"), "--warmup: must be a number between 0 and 1, but is 'nan'"),
