@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 from argparse import BooleanOptionalAction
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
@@ -158,29 +158,40 @@ OPTIONS = {each.name: each for each in dataclasses.fields(TrainOptions)}
 
 
 def new_options(given: Mapping[str, Any]) -> TrainOptions:
-    """Return the options of a new run. Without a preset, some defaults depend on the attention, if what is `given` does
-    not exclude them. With one, an option of the model that is neither in the preset nor `given` has the default of
-    LanguageModelConfig, not that of `linattn train`."""
+    """Return the options of a new run. Without a preset, some defaults depend on the attention. With one, an option of
+    the model that is neither in the preset nor `given` has the default of LanguageModelConfig, not that of `linattn
+    train`. An option whose default contradicts what is `given` has the default of LanguageModelConfig, too."""
+    options = TrainOptions(**{**_defaults(given), **given})
+    excluded = {name: getattr(LanguageModelConfig, name) for name in _excluded(options) if name not in given}
+    return dataclasses.replace(options, **excluded)
+
+
+def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults that depend on what is `given`: those of the preset, or those of the attention."""
     if (name := given.get("preset")) is None:
         pattern = tuple(islice(cycle(PATTERN), given.get("depth", TrainOptions.depth)))
         attention = given.get("attention", pattern)
         gated = any(traits(name).gated for name in attention if not name.startswith("convolution:"))
         defaults = GATED_DEFAULTS if gated else SOFTMAX_DEFAULTS if {*attention} == {"softmax"} else {}
-        options = TrainOptions(**{"attention": attention, **defaults, **given})
-        return dataclasses.replace(options, **{name: x for name, x in _excluded(options).items() if name not in given})
+        return {"attention": attention, **defaults}
     defaults = {each.name: each.default for each in dataclasses.fields(LanguageModelConfig) if each.name in OPTIONS}
     fields = defaults | preset_fields(name, given)
     if isinstance(fields["attention"], str):
         fields["attention"] = (fields["attention"],)
-    return TrainOptions(**(fields | dict(given)))
+    return fields
 
 
-def _excluded(options: TrainOptions) -> dict[str, Any]:
-    """Return the defaults that others exclude, with values that none does."""
+def _excluded(options: TrainOptions) -> Iterator[str]:
+    """Yield the options whose defaults the others may exclude."""
     if not options.convolution:
-        return {"convolution_on": "inputs", "induction": False}
+        yield "convolution_on"
+    if not options.gate:
+        yield "gate_function"
+    if options.feed_forward == "none":
+        yield "mlp_ratio"
     on, heads = options.convolution_on, (options.num_heads, options.num_key_heads)
-    return {} if allows_induction(options.convolution, on, *heads, options.writes) else {"induction": False}
+    if not allows_induction(options.convolution, on, *heads, options.writes):
+        yield "induction"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

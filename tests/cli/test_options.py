@@ -205,6 +205,16 @@ def test_a_preset_gives_what_is_not_given(name):
     assert options.context == 77 and recorded_options(dataclasses.asdict(options)) == options
 
 
+@pytest.mark.parametrize("given", [{"convolution": 0}, {"gate": False}, {"feed_forward": "none"}])
+def test_a_part_of_a_preset_may_be_left_out(given):
+    """What the preset says about this part is left out with it."""
+    for name in PRESETS:
+        options = new_options({"preset": name, **given})
+        assert {field: getattr(options.language_model(9), field) for field in given} == given
+    with pytest.raises(ValueError, match="mlp_ratio is of the feed-forward"):
+        new_options({"preset": "retnet", "feed_forward": "none", "mlp_ratio": 2.0}).language_model(9)
+
+
 def test_a_run_of_a_preset(text, tmp_path):
     given = [*SHORT, "--preset", "kimi_linear", "--dim", "16", "--num-heads", "2", "--precision", "float32"]
     assert main(["train", str(text), "--out", str(tmp_path / "run"), *given]) == 0
