@@ -102,7 +102,8 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the rest of the text, for which no more tokens come."""
-        return "" if self.stopped else self._held + self._decode(None)
+        text = "" if self.stopped else self.extend(None)
+        return text if self.stopped else text + self._held
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from linattn.generation.texts import text_decoder
+from linattn.generation.texts import TextStream, text_decoder
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +31,11 @@ def test_bytes_that_are_no_text_end_no_text(tokenizer, wrong, end):
     """The tokenizer's own stream raises an error here: a wrong byte makes "�" of the right bytes before it, too."""
     text = "".join(pieces(tokenizer, [256, 0x0A, *wrong, *end]))
     assert text.startswith(" a\n�") and text.endswith(tokenizer.decode(end))
+
+
+def test_the_rest_of_a_text_ends_before_the_stop_text_too():
+    """A decoder may hold back more than the beginning of a stop text: all of it, with half a character after it."""
+    stream = TextStream({1: "one E", 2: "", None: "ND two �"}.get, stops=["END"])
+    assert "".join(stream.read([1, 2])) == "one " and stream.stopped
+    stream = TextStream({1: "one E", 2: "", None: "N"}.get, stops=["END"])
+    assert "".join(stream.read([1, 2])) == "one EN" and not stream.stopped
