@@ -65,10 +65,12 @@ class PretrainedVocabulary:
         own: Any = load_tokenizer(str(folder), model.config)
         self.folder, self.has_tokenizer = folder, own is not None
         self.tokenizer: Any = own if self.has_tokenizer else byte_tokenizer()
-        encoder = ModelEncoder(own, model.config.get_text_config().vocab_size)
+        size = model.config.get_text_config().vocab_size
+        encoder = ModelEncoder(own, size)
         self.begin, self.encode = encoder.begin, encoder.encode
         ends: Any = model.generation_config and model.generation_config.eos_token_id
-        self.stop_tokens = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+        # a configuration may name the end of a larger vocabulary, which transformers never meets
+        self.stop_tokens = tuple(end for end in (ends if isinstance(ends, list) else [ends]) if end in range(size))
 
     @property
     def has_chat_template(self) -> bool:

@@ -100,6 +100,17 @@ def test_learned_positions_end_a_text_in_one_line(tmp_path, capsys):
     assert expected in capsys.readouterr().err
 
 
+def test_an_end_that_is_no_token_ends_no_text(tmp_path, capsys):
+    """A configuration of GPT-2 names token 50256 also for a smaller vocabulary."""
+    folder, prompts, sizes = tmp_path / "gpt2", tmp_path / "prompts", {"n_embd": 16, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, **sizes)).save_pretrained(folder)
+    prompts.write_text('{"prompt": "the cat"}')
+    out = tmp_path / "out"
+    output(capsys, "generate", folder, *GREEDY[:-2], "--prompts", str(prompts), "--out", str(out))
+    alone = output(capsys, "generate", folder, *GREEDY)
+    assert alone == f"the cat{json.loads(out.read_text())['text']}\n"
+
+
 def test_info_describes_layers_and_cache(linear, capsys):
     found = json.loads(output(capsys, "info", linear, "--json"))
     assert (found["class"], found["layers"]) == ("LlamaForCausalLM", ["local+elu", "softmax"])
