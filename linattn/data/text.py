@@ -90,12 +90,13 @@ class FileTokens:
 
 def open_texts(path: Path, part: Part, dtype: str) -> TokenRow:
     """Return the row of tokens that is at `path`."""
-    for file in (path, _edges_path(path)):
+    sizes = {path: part["tokens"] * np.dtype(dtype).itemsize, _edges_path(path): 8 * (part["documents"] + 1)}
+    for file, wanted in sizes.items():
         if not file.is_file():
             raise CommandError(f"the data are lost: there is no {file}")
-    if (size := path.stat().st_size) != (wanted := part["tokens"] * np.dtype(dtype).itemsize):
-        raise CommandError(f"the data are damaged: {path} has {size} bytes instead of {wanted}")
-    if not size:
+        if (size := file.stat().st_size) != wanted:
+            raise CommandError(f"the data are damaged: {file} has {size} bytes instead of {wanted}")
+    if not part["tokens"]:
         # an empty file cannot be mapped
         return TokenRow([])
     edges = np.memmap(_edges_path(path), "<i8", mode="r")

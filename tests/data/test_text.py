@@ -89,7 +89,7 @@ def test_the_split_does_not_depend_on_the_vocabulary(text, tokenizer, tmp_path):
 
 def test_damaged_data_are_noticed(tmp_path):
     tokens = {"training": 5, "validation": 6}
-    data = {name: {"tokens": number} for name, number in tokens.items()}
+    data = {name: {"documents": 1, "tokens": number} for name, number in tokens.items()}
     run = Run(tmp_path, {"vocabulary": 257, "data": data})
     run.data.mkdir()
     for name in tokens:
@@ -98,6 +98,10 @@ def test_damaged_data_are_noticed(tmp_path):
     assert len(run.tokens("training")) == 5
     with pytest.raises(CommandError, match="10 bytes instead of 12"):
         run.tokens("validation")
+    for size in (0, 8):
+        (run.data / "training.edges").write_bytes(bytes(size))
+        with pytest.raises(CommandError, match=rf"training\.edges has {size} bytes instead of 16"):
+            run.tokens("training")
     for name, kind in (("validation", "tokens"), ("training", "edges")):
         (run.data / f"{name}.{kind}").unlink()
         with pytest.raises(CommandError, match=rf"there is no .*{name}\.{kind}"):
