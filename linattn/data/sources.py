@@ -97,7 +97,7 @@ def _json_lines(file: Path, field: str) -> Iterator[Any]:
     opened = gzip.open if file.suffix == ".gz" else open
     with opened(file, "rb") as lines, explained(f"{file} is damaged", EOFError, gzip.BadGzipFile, zlib.error):
         for number, line in enumerate(lines, 1):
-            with explained(f"{file}, row {number} is no JSON", ValueError):
+            with explained(f"{file}, row {number} is no JSON", ValueError, RecursionError):
                 # an empty line, such as the last one may be, is an empty document
                 row = json.loads(line) if line.strip() else {field: ""}
             yield row

@@ -116,6 +116,7 @@ def test_wrong_rows_are_told_by_number(tmp_path):
     assert "row 3: the field 'text' holds no text, but 7; the fields are text, id:" in error(b'{"text": 7, "id": 1}')
     assert "row 3: a row must be a JSON object with fields, but is a list" in error(b'["text"]')
     assert "row 3: there is no field 'text'; the fields are none" in error(b"{}")
+    assert "row 3 is no JSON: maximum recursion depth" in error(b"[" * 100_000)
     assert "row 3 is no JSON: 'utf-8' codec" in error(b'{"text": "\xff"}')
 
 
