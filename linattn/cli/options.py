@@ -207,7 +207,7 @@ def _help(each: dataclasses.Field) -> str:
         gated, other = (str(value).lower() for value in (GATED_DEFAULTS[each.name], each.default))
         which = "a layer has gates, such as gated_delta" + ", or all are softmax" * (each.name in SOFTMAX_DEFAULTS)
         return f"{each.metadata['help']} (default: {gated} if {which}, else {other})"
-    if each.default is None or each.default is False or each.default == ():
+    if _is_absent(each.default):
         return each.metadata["help"]
     return f"{each.metadata['help']} (default: {_shown(each.default)})"
 
@@ -222,6 +222,11 @@ def _parsing(each: dataclasses.Field) -> parse.Parsing:
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _is_absent(value: Any) -> bool:
+    """Return whether the command line has this value only where it does not have the option."""
+    return value is None or value is False or value == ()
 
 
 def _shown(value: Any) -> str:
@@ -250,7 +255,6 @@ def resumed_options(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> Tr
     before = recorded_options(recorded)
     for name, after in given.items():
         if after != (began := getattr(before, name)) and not OPTIONS[name].metadata.get("free"):
-            raise CommandError(
-                f"the run began with {flag(name)} {_shown(began)}, so it cannot go on with {_shown(after)}"
-            )
+            beginning = f"without {flag(name)}" if _is_absent(began) else f"with {flag(name)} {_shown(began)}"
+            raise CommandError(f"the run began {beginning}, so it cannot go on with {_shown(after)}")
     return dataclasses.replace(before, **given)

@@ -222,9 +222,16 @@ def test_a_damaged_checkpoint_is_noticed(broken_off, capsys, name):
 
 
 def test_options_may_be_repeated_but_not_changed(broken_off, capsys):
-    assert main(["train", "--resume", "--out", str(broken_off), "--lr", "1e-4"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == "linattn train: the run began with --lr 0.005, so it cannot go on with 0.0001"
+    for given, began, after in (
+        (("--lr", "1e-4"), "with --lr 0.005", "0.0001"),
+        (("--minutes", "3"), "without --minutes", "3.0"),
+        (("--cpu",), "without --cpu", "True"),
+        (("--include", "a"), "without --include", "a"),
+        (("--convolution", "0"), "with --convolution 2", "0"),
+    ):
+        assert main(["train", "--resume", "--out", str(broken_off), *given]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == f"linattn train: the run began {began}, so it cannot go on with {after}"
     # what the weights do not depend on may change
     reports = ("--log-every", "1", "--save-every", "1", "--keep", "2")
     assert main(["train", "--resume", "--out", str(broken_off), "--lr", "5e-3", *reports]) == 0
