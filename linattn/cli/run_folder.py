@@ -117,6 +117,8 @@ def require_free(folder: Path, *, replace: bool) -> None:
     """Refuse to overwrite a run by accident, and to delete anything that is not a run."""
     if folder.name in ("", ".."):
         raise CommandError(f"--out must end with the name of a folder for the run, but is {folder}")
+    if folder.is_symlink():
+        raise CommandError(f"{folder} is a link: name the folder itself as --out")
     if is_run(folder) and not replace:
         raise CommandError(f"there is a run in {folder} already: --resume goes on with it, --replace deletes it first")
     if not is_run(folder) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -112,6 +112,16 @@ def test_a_run_is_not_written_over(here, finished, capsys):
     assert snapshot(here) == before
 
 
+@pytest.mark.parametrize("target", ["run", "empty", "missing"])
+def test_a_link_is_no_place_for_a_run(here, finished, capsys, target):
+    """A new run takes the name of --out, and would leave the folder behind the link without a name."""
+    shutil.copytree(finished, "run")
+    Path("link").symlink_to(target)
+    before = snapshot(here)
+    line = fails(capsys, "train", "text", "--out", "link", "--replace", *TINY, *SHORT)
+    assert "link is a link: name the folder itself" in line and snapshot(here) == before
+
+
 def test_only_a_run_goes_on(here, finished, capsys):
     assert "there is no run in missing" in fails(capsys, "train", "--resume", "--out", "missing")
     assert "there is no run in other" in fails(capsys, "train", "--resume", "--out", "other")
