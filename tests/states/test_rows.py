@@ -185,6 +185,7 @@ def linear(b, f=4):
     return LinearState(torch.zeros(b, f, 3), torch.zeros(b, f))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
