@@ -62,12 +62,12 @@ class TransformerOptions(Options):
     cross_model_dimensions: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if isinstance(self.feature_map, FeatureMap) or not callable(self.feature_map):
             raise ValueError(
                 "feature_map must be a function from the number of channels of a query to a feature map, such as "
                 f"`elu`, but is {self.feature_map!r}"
             )
+        super().__post_init__()
 
     @property
     def dim(self) -> int:
