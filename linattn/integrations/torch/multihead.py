@@ -129,11 +129,9 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         batch_dim, batched = 0 if self.batch_first else 1, query.ndim == 3
         if key.shape[:-1] != value.shape[:-1] or (batched and query.size(batch_dim) != key.size(batch_dim)):
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, (x, _) in parts.items())
-            layout = ["tokens", "channels"]
-            if batched:
-                layout.insert(batch_dim, "batch")
+            layout = ("batch, tokens" if self.batch_first else "tokens, batch") if batched else "tokens"
             raise ValueError(
-                f"keys and values must match, and all batch sizes, ({', '.join(layout)}), but the inputs are {shapes}"
+                f"keys and values must match, and all batch sizes, ({layout}, channels), but the inputs are {shapes}"
             )
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Queries, Keys, Values]:
