@@ -27,9 +27,9 @@ _DESCRIPTION = "linattn"
 
 class StateFile(NamedTuple):
     """The description of a state in its file: how many tokens were read (`num_tokens`, None if `save_state` was not
-    given it), the number of `rows`, the class of the `model` that read them, its `config` (of a language model, or what
-    is known of a model of transformers), the fingerprint of its `weights` (None for the state of an operator), the
-    `notes` passed to `save_state`, and the `linattn_version` that wrote the file."""
+    given it), the number of `rows`, the class of the `model` that read them, its `config` (of a language model, or
+    one of transformers), the fingerprint of its `weights` (None for the state of an operator), the `notes` passed to
+    `save_state`, and the `linattn_version` that wrote the file."""
 
     num_tokens: int | None
     rows: int

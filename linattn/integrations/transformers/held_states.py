@@ -1,6 +1,7 @@
 """Caches with our states as holders of states: `linattn.states` selects, joins, compresses and saves them."""
 
 import copy
+import json
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,9 @@ from linattn.integrations.transformers.own_model.model import LinattnPreTrainedM
 from linattn.integrations.transformers.state_layer import StateLayer
 from linattn.ops.nested import first_tensor
 from linattn.states.holders import held_state, hold, options_of
+
+# the fields of a configuration that no state depends on; the weights say their dtype
+IGNORED = {"_name_or_path", "architectures", "dtype", "id2label", "label2id", "transformers_version", "use_cache"}
 
 
 class CacheState(NamedTuple):
@@ -66,4 +70,9 @@ def _cache(state: CacheState, example: Cache | PreTrainedModel) -> Cache:
 def _options(model: PreTrainedModel) -> dict[str, Any] | None:
     if isinstance(model, LinattnPreTrainedModel):
         return options_of(model.model)
-    return {"attn_implementation": model.config._attn_implementation}
+    config = json.loads(model.config.to_json_string(use_diff=False), object_pairs_hook=_effective)
+    return {"attn_implementation": model.config._attn_implementation} | config
+
+
+def _effective(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in fields if name not in IGNORED}

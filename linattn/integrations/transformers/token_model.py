@@ -138,7 +138,7 @@ class PretrainedTokenModel(TokenModel):
 
 @options_of.register
 def _(model: PretrainedTokenModel) -> dict[str, Any]:
-    return {"class": type(model.model).__name__, "attn_implementation": model.config._attn_implementation}
+    return {"class": type(model.model).__name__} | (options_of(model.model) or {})
 
 
 def _present(position: Int[Tensor, " b"], longest: int, n: int) -> Bool[Tensor, "b m"] | None:

@@ -111,6 +111,22 @@ def test_a_cache_of_another_attention_is_refused(tmp_path):
         states.load_state(path, model=None)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("rms_norm_eps", 0.5), ("rope_parameters", {"rope_type": "default", "rope_theta": 100.0})]
+)
+def test_a_cache_of_another_configuration_is_refused(tmp_path, name, value):
+    """The weights are the same, and the outputs are not."""
+    path, other = tmp_path / "text.state", make_stock(DECODERS["llama"], **{name: value})
+    other.set_attn_implementation("linattn:elu")
+    model = stock("elu")
+    model.load_state_dict(other.state_dict())
+    states.save_state(read(model, some_tokens(1, 5)), path, model=model)
+    with pytest.raises(ValueError, match=f"a state of another model: {name} was"):
+        states.load_state(path, model=other)
+    model.config.architectures, model.config.use_cache = ["LlamaForCausalLM"], False
+    states.load_state(path, model=model)
+
+
 def test_our_state_goes_into_a_cache_and_back():
     ours, tokens, more = small_model({"attention": "local+elu"}), some_tokens(1, 9), some_tokens(1, 3)
     model, (_, state) = LinattnForCausalLM.of(ours), ours.extend(tokens)
