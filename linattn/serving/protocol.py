@@ -95,9 +95,10 @@ class Choice:
         return text + self.finish("stop" if stops else "length") if stops or last else text
 
     def finish(self, reason: Reason) -> str:
-        """End the text, and return the rest of it."""
-        self.reason = reason
-        return self.text.finish()
+        """End the text, and return the rest of it. If that has a stop text, this is the reason."""
+        rest = self.text.finish()
+        self.reason = "stop" if self.text.stopped else reason
+        return rest
 
 
 class Call:

@@ -11,7 +11,8 @@ import openai
 import pytest
 import torch
 
-from linattn.generation import Sampling, generate
+from linattn.generation import Request, Sampling, generate
+from linattn.generation.texts import TextStream
 from linattn.serving import protocol
 from linattn.serving import server as serving
 from tests.serving.conftest import running, tiny_model, wait_until
@@ -110,6 +111,17 @@ def test_a_text_ends_before_the_first_stop_text(server, model):
     parts = pieces(server, **case, stop=text[-3:] + "no")
     assert "".join(part.choices[0].text for part in parts) == text
     wait_until(lambda: not server.engine.batch)
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_stop_text_in_the_rest_is_the_reason(last):
+    """The tokens are at their limit, or the time is over, while the decoder holds text back."""
+    request = Request([0], max_new_tokens=last)
+    choice = protocol.Choice(0, request, TextStream({1: "one E", None: "ND two"}.get, stops=["END"]))
+    text = choice.extend(1, last == 1)
+    if last == 2:
+        text += choice.finish("length")
+    assert (text, choice.reason) == ("one ", "stop")
 
 
 def test_chat_needs_a_template(server, model):
