@@ -15,6 +15,7 @@ from torch import nn
 
 import linattn
 from linattn import models, named_attention
+from linattn.models.token_model import TokenModel
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -86,6 +87,25 @@ def arguments_of(kind: type, name: str = ".*") -> Iterator[Any]:
             for parameter in inspect.signature(module).parameters.values():
                 if kind in members(parameter.annotation) and re.fullmatch(name, parameter.name):
                     yield pytest.param(module, parameter.name, id=f"{public}-{parameter.name}")
+
+
+def functions_of_models() -> Iterator[Any]:
+    """Yield (function, argument) for each argument of a public function that is a model of tokens."""
+    for module in map(importlib.import_module, MODULES):
+        for name in module.__all__:
+            function = getattr(module, name)
+            if callable(function) and name not in RECORDS:
+                for parameter in inspect.signature(function).parameters.values():
+                    if parameter.annotation is TokenModel:
+                        yield pytest.param(function, parameter.name, id=f"{module.__name__}.{name}")
+
+
+@pytest.mark.parametrize(("function", "name"), list(functions_of_models()))
+@pytest.mark.parametrize(("value", "what"), [("gpt2", "'gpt2'"), (3, "a int"), (nn.Linear(2, 2), "a Linear")])
+def test_what_is_no_model_of_tokens_is_refused(function: Any, name: str, value: Any, what: str) -> None:
+    positional, others = other_arguments(function, name)
+    with pytest.raises(ValueError, match=f"needs a TokenModel, such as a LanguageModel, but this is {what}"):
+        function(*positional, **others, **{name: value})
 
 
 # numbers of things of which there may be none, and a choice

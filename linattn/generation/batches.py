@@ -15,6 +15,7 @@ from linattn.generation.rows import Row, RowGroup
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
 from linattn.states import PrefixCache, concatenate, select
+from linattn.states.requirements import require_causal
 
 PIECE = 2048
 """The tokens of prompts, of all rows together, that one step reads, so that a long prompt does not stall the others."""
@@ -54,6 +55,7 @@ class ContinuousBatch:
 
     @check_types
     def __init__(self, model: TokenModel, *, size: int = 16, cache: PrefixCache | None = None):
+        require_causal(model, "generation")
         check_sizes(size=size)
         if cache is not None and not isinstance(cache, PrefixCache):
             raise ValueError(f"cache must be a PrefixCache, but is a {type(cache).__name__}")

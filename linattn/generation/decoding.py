@@ -16,7 +16,7 @@ from linattn.generation.sampling import GREEDY, Logits, Sampling, Seen, draw, mo
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import checked_kind, for_batch, map_state
-from linattn.states.requirements import require_causal, require_constant_state
+from linattn.states.requirements import require_constant_state
 
 PREFILL = 8192
 """The length of the pieces in which prompts are read, so that long ones cost no memory."""
@@ -50,7 +50,6 @@ class Sampler(NamedTuple):
         complete: bool,
         compiled: bool = False,
     ) -> "Sampler":
-        require_causal(model, "generation")
         rows = _checked_rows(prompts, stop_tokens, model.vocab_size)
         check_sizes(max_new_tokens=max_new_tokens, least=0)
         if seed is not None and not -(2**63) <= seed < 2**64:

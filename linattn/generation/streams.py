@@ -14,6 +14,7 @@ from linattn.generation.sampling import GREEDY, Sampling
 from linattn.generation.texts import Decoder, TextCoder, is_text
 from linattn.models.token_model import TokenModel
 from linattn.ops.nested import map_state
+from linattn.states.requirements import require_causal
 
 
 class _Options(TypedDict, total=False):
@@ -139,6 +140,7 @@ class _Call(NamedTuple):
     @classmethod
     def checked(cls, model: TokenModel, prompts: Any, options: tuple[Any, ...], *, begins: bool) -> "_Call":
         """Check the prompts, which begin documents if `begins`, and the other arguments of `Sampler.checked`."""
+        require_causal(model, "generation")
         coder, rows = None, _rows(prompts)
         single = rows is not prompts
         if is_text(rows):
