@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from examples.learning.lookups import matches, mixture_bits
 from examples.learning.report import markdown, replaced
 from examples.learning.run import append, existing, read
 from linattn import LanguageModel
@@ -47,6 +48,9 @@ PASSAGE, GAPS = 128, (64, 1_024, 4_096, 16_384)
 # what keeps its name with `--renamed`, as do names of fewer letters
 KEPT, FEWEST_LETTERS = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self"}, 4
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
+
+# what the table has of the worth of a past, by the record's names
+WORTH = {"short_past": "past", "lookup": "lookups"}
 
 SIZES, BATCH, RATE = "--dim 128 --num-heads 4 --window 64", 2_048, 5e-3
 METHODS = {
@@ -128,12 +132,14 @@ def bits_after_short_past(model: LanguageModel, tokens: Tensor, starts: Sequence
 
 
 def measure(model: LanguageModel, texts: Sequence[Tensor], last: int) -> list[dict[str, Any]]:
-    """Return for each range of positions up to `last` the mean bits, and those of some parts of it with the whole past
-    and with a short one."""
+    """Return for each range of positions up to `last` the mean bits; how many fewer some parts of it have with the
+    whole past than with a short one; and how many fewer the short past has with lookups in all of the past than with
+    lookups in itself."""
     sums = [torch.zeros(5, dtype=torch.float64) for _ in RANGES]
-    for tokens in texts:
-        bits = bits_of(model, tokens[: last + 1])
-        for total, (begin, end) in zip(sums, RANGES, strict=True):
+    looked_up = [list[tuple[Tensor, ...]]() for _ in RANGES]
+    for number, tokens in enumerate(texts):
+        bits, text = bits_of(model, tokens[: last + 1]), bytes(tokens[1:].tolist())
+        for total, parts, (begin, end) in zip(sums, looked_up, RANGES, strict=True):
             part = bits[begin:end]
             total[:2] += torch.tensor([part.sum(), len(part)])
             # byte i is token i + 1
@@ -142,6 +148,7 @@ def measure(model: LanguageModel, texts: Sequence[Tensor], last: int) -> list[di
                 short = bits_after_short_past(model, tokens, starts)
                 full = torch.stack([bits[start - 1 : start - 1 + SHORT_PAST] for start in starts])
                 total[2:] += torch.tensor([full.sum(), short.sum(), short.numel()])
+                parts.extend(_lookups(text, start, each, number) for start, each in zip(starts, short, strict=True))
     return [
         {
             "from": begin,
@@ -149,10 +156,25 @@ def measure(model: LanguageModel, texts: Sequence[Tensor], last: int) -> list[di
             "bits": round(float(total[0] / total[1]), 4),
             "bytes": int(total[1]),
             **({"short_past": round(float(total[3] - total[2]) / float(total[4]), 4)} if total[4] else {}),
+            **({"lookup": round(_far_lookups(parts), 4)} if parts else {}),
         }
-        for total, (begin, end) in zip(sums, RANGES, strict=True)
+        for total, parts, (begin, end) in zip(sums, looked_up, RANGES, strict=True)
         if total[1]
     ]
+
+
+def _lookups(text: bytes, start: int, bits: Tensor, document: int) -> tuple[Tensor, ...]:
+    """Return for each byte from token `start` on its probability, which the `bits` say, the document's number, and the
+    matches in the short past and in all of the past."""
+    first = start - 1
+    near, far = (matches(text, range(first, first + len(bits)), begin) for begin in (first - SHORT_PAST, 0))
+    return bits.double().neg().exp2(), torch.full_like(bits, document).long(), *near, *far
+
+
+def _far_lookups(parts: Sequence[tuple[Tensor, ...]]) -> float:
+    own, document, *found = (torch.cat(each) for each in zip(*parts, strict=True))
+    near, far = (mixture_bits(own, *each, document) for each in (found[:2], found[2:]))
+    return near - far
 
 
 def repeats(model: LanguageModel, texts: Sequence[Tensor], last: int) -> list[dict[str, Any]]:
@@ -215,25 +237,24 @@ def _short(count: int) -> str:
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """Return a row per number of updates, context and, in brackets, segment, method, learning rate and share of
     `--carry`, in this order; seeds are side by side."""
-    longest = max((run["ranges"] for run in runs), key=len)
-    ranges = [label(each) for each in longest]
-    worth = [f"past, {label(each)}" for each in longest if "short_past" in each]
-    again = [f"again after {_short(gap)}" for gap in GAPS]
-    lines = [["method", "updates", "context", "rate", "`--carry`", *ranges, *worth, *again, "CPU s"]]
+    figures = [
+        *((label(each), "ranges", number, "bits", "{:.3f}") for number, each in enumerate(_longest(runs))),
+        *(
+            (f"{title}, {label(each)}", "ranges", number, name, "{:+.3f}")
+            for name, title in WORTH.items()
+            for number, each in enumerate(_longest(runs))
+            if any(name in one for run in runs for one in run["ranges"][number : number + 1])
+        ),
+        *((f"again after {_short(gap)}", "repeats", number, "saved", "{:+.3f}") for number, gap in enumerate(GAPS)),
+    ]
+    lines = [["method", "updates", "context", "rate", "`--carry`", *(title for title, *_ in figures), "CPU s"]]
     in_order = sorted(runs, key=lambda run: (*_place(run), run["seed"]))
     for (steps, context, segment, _, rate, carry), group in groupby(in_order, key=_place):
         seeds = list(group)
-        figures = [_cells(seeds, "ranges", number, "bits", "{:.3f}") for number in range(len(longest))]
-        past = [
-            _cells(seeds, "ranges", number, "short_past", "{:+.3f}")
-            for number, each in enumerate(longest)
-            if "short_past" in each
-        ]
-        saved = [_cells(seeds, "repeats", number, "saved", "{:+.3f}") for number in range(len(GAPS))]
         seconds = " / ".join(str(run["cpu_seconds"]) for run in seeds)
         length = f"{context:,}" + f" ({segment:,})" * (segment > 0)
         row = [seeds[0]["method"], f"{steps:,}", length, f"{rate:g}", f"{carry:g}" if carry else ""]
-        lines.append([*row, *figures, *past, *saved, seconds])
+        lines.append([*row, *(_cells(seeds, *place) for _, *place in figures), seconds])
     return markdown(lines)
 
 
@@ -258,8 +279,13 @@ def _place(run: dict[str, Any]) -> tuple[int, int, int, int, float, float]:
     return run["steps"], run["context"], segment, method, run["lr"], run["carry"]
 
 
+def _longest(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return max((run["ranges"] for run in runs), key=len)
+
+
 def _cells(runs: Sequence[dict[str, Any]], part: str, number: int, name: str, form: str) -> str:
-    return " / ".join(form.format(run[part][number][name]) for run in runs if number < len(run[part]))
+    found = [run[part][number].get(name) for run in runs if number < len(run[part])]
+    return " / ".join(form.format(figure) for figure in found if figure is not None)
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
