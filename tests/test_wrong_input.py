@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -85,7 +85,9 @@ def refused(call: Callable[[], Any], *shown: str) -> None:
 def test_wrong_masks_and_shapes(name: str) -> None:
     module = MODULES[name]()
     x = some(name)
-    for call in (module, module.extend):
+    for call in (module, module.extend, partial(module.extend, state=module.extend(x)[1])):
+        for wrong in (None, x.tolist()):
+            refused(lambda wrong=wrong, call=call: call(wrong), "must be a tensor")
         for shape in ((B, N + 1), (N,), (B, 1, N), (B + 1, N)):
             refused(
                 lambda shape=shape, call=call: call(x, key_mask=torch.ones(shape, dtype=torch.bool)),

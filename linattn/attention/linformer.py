@@ -71,7 +71,7 @@ class LearnedProjection(SequenceProjection):
         if self.weight.ndim == 3 and len(self.weight) != x.shape[1]:
             raise ValueError(f"made for {len(self.weight)} key heads, but there are {x.shape[1]}")
         x = x if key_mask is None else pack(x, compact(key_mask))
-        return self.weight[..., : x.shape[-2]] @ x, None
+        return self.weight[..., : x.shape[-2]].to(x.dtype) @ x, None
 
 
 @final

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linattn.checks import check_types
-from linattn.nn.checks import check_indices
+from linattn.nn.checks import check_floats, check_indices, out_of_range
 from linattn.ops.tokens.compaction import compact, pack
 from linattn.types import TokenIds, TokenMask
 
@@ -34,6 +34,7 @@ def next_token_loss(
     `logits` are for `tokens[:, :-1]`, as no token follows the last one, or for all tokens, where those of the last are
     ignored. Masked tokens (`key_mask` False), and next tokens that are `ignore_index`, do not count either."""
     check_indices(tokens, key_mask)
+    check_floats(logits, name="logits")
     b, count = len(tokens), max(tokens.shape[1] - 1, 0)
     if logits.ndim != 3 or len(logits) != b or logits.shape[1] not in (count, count + 1):
         wanted = f"({b}, {count}, v), for all tokens but the last one, or ({b}, {count + 1}, v)"
@@ -49,5 +50,9 @@ def next_token_loss(
         logits = pack(logits, inputs)
     # a sum of many tokens is too large for half precision
     logits = logits.float() if logits.element_size() < 4 else logits
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum")
-    return total / (targets != ignore_index).sum().clamp(min=1)
+    counts = targets != ignore_index
+    try:
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum")
+    except IndexError as error:
+        raise out_of_range("tokens", targets[counts], logits.shape[-1]) from error
+    return total / counts.sum().clamp(min=1)

@@ -93,6 +93,7 @@ class TokenModel(nn.Module, ABC):
         """Return the vectors of `hidden` for the next tokens of sequences, whose past is `state`, and the new state."""
         call = self._checked(Call(key_mask, context, context_mask))
         if state is not None:
+            check_indices(tokens, key_mask)
             state = for_batch(checked_kind(state, TokenModelState), tokens.shape[0])
             check_part("position", state.position, None if self.positions is None else torch.int64)
         x, position = self.embed(tokens, state and state.position, key_mask=key_mask)

@@ -208,6 +208,7 @@ class MultiheadAttention(nn.Module):
 
         `starts` is as in `forward`. It may be True at a missing token if its sequence has a present one in the call."""
         if state is not None:
+            check_tokens(x, self.dim, key_mask)
             state = for_batch(checked_kind(state, AttentionState), x.shape[0])
             check_part("position", state.position, None if self.rotary is None else torch.int64)
             if self.convolution is None or state.convolution is None:

@@ -57,6 +57,7 @@ class SinusoidalPositions(nn.Module):
         self.register_buffer("dtype_holder", torch.empty(0), persistent=False)
 
     def forward(self, positions: Int[Tensor, "*b n"]) -> Float[Tensor, "*b n d"]:
+        _check_positions(positions)
         exact = torch.float32 if positions.device.type == "mps" else torch.float64
         channel = torch.arange(0, self.dim, 2, device=positions.device, dtype=exact)
         angles = (positions.unsqueeze(-1) * self.base ** (-channel / self.dim)).remainder(2 * math.pi)

@@ -299,6 +299,16 @@ def test_half_precision_is_close_to_float64(spec, causal, dtype):
 
 
 @every_attention
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_may_be_of_another_dtype_than_the_inputs(spec, causal, dtype):
+    inner, x = make(spec, causal).float(), [(t / 2).abs().to(dtype) for t in heads(20)]
+    y = inner(*x)
+    exact = inner.double()(*(t.double() for t in x))
+    assert y.dtype == dtype
+    assert (y - exact).abs().max() < 0.03 * exact.abs().max()
+
+
+@every_attention
 def test_inputs_are_not_modified(spec, causal):
     laws.inputs_are_not_modified(make(spec, causal), *heads(70), key_mask=laws.masks(70)["holes"])
 

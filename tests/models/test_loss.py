@@ -78,6 +78,11 @@ def test_other_shapes_are_refused():
     for wrong in (logits[:, :-1], logits[0], logits[:2]):
         with pytest.raises(ValueError, match=r"logits must be \(3, 11, v\), .* or \(3, 12, v\), but are"):
             next_token_loss(wrong, tokens)
+    for wrong in (None, [1.0], logits.long()):
+        with pytest.raises(ValueError, match=r"logits must be (a tensor|floating-point), but"):
+            next_token_loss(wrong, tokens)
+    with pytest.raises(ValueError, match=r"tokens must be in \[0, 7\), but go from 0 to 9"):
+        next_token_loss(torch.zeros(1, 3, 7), torch.tensor([[9, 0, -100, 9]]))
     with pytest.raises(ValueError, match="key_mask must be boolean"):
         next_token_loss(logits, tokens, key_mask=torch.ones(3, 12))
     with pytest.raises(ValueError, match=r"key_mask must be \(3, 12\), as tokens, but is \(3, 11\)"):

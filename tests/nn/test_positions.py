@@ -69,7 +69,11 @@ def test_positions_end_somewhere(module):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("module", [LearnedPositions(6, 4), AxialPositions(4, (2, 3))], ids=["learned", "axial"])
+@pytest.mark.parametrize(
+    "module",
+    [LearnedPositions(6, 4), AxialPositions(4, (2, 3)), SinusoidalPositions(4)],
+    ids=["learned", "axial", "sinusoidal"],
+)
 def test_positions_are_whole_numbers(module):
     positions = torch.arange(6)
     assert_close(module(positions.int()), module(positions))
