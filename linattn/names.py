@@ -7,6 +7,11 @@ Synonyms = Mapping[str, str]
 """Names that papers and other packages use, each with ours: lower case, with underscores."""
 
 
+def synonyms(**others: str) -> Synonyms:
+    """Return the synonyms. An option is one of our names, its value the others for it, with spaces between them."""
+    return {other: ours for ours, names in others.items() for other in names.split()}
+
+
 def unknown_name(what: str, name: object, known: Iterable[object], synonyms: Synonyms | None = None) -> ValueError:
     """Return the error "`what` must be one of `known`, but is `name`". It suggests a similar name or a synonym."""
     names = [str(x) for x in known]

@@ -27,7 +27,7 @@ from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
 from linattn.checks import check_sizes, check_types
 from linattn.feature_maps import FEATURE_MAPS, ElementwiseFeatureMap, ScaledFeatureMap
-from linattn.names import did_you_mean
+from linattn.names import did_you_mean, synonyms
 
 # where the Linformer paper's curves flatten (figure 3); the projection is never longer than what it projects
 PROJECTED_LENGTH = 128
@@ -85,40 +85,23 @@ ATTENTIONS: dict[str, Builder] = {
 }
 
 
-# names that papers and other packages use
-SYNONYMS = {
-    "performer": "favor",
-    "favor+": "favor",
-    "linear": "elu",
-    "linear_transformer": "elu",
-    "linear_attention": "elu",
-    "elu_plus_one": "elu",
-    "shen": "efficient",
-    "efficient_attention": "efficient",
-    "based": "taylor2",
-    "lightning": "retention",
-    "retnet": "retention",
-    "gated_linear_attention": "gla",
-    "mamba2": "ssd",
-    "mamba_2": "ssd",
-    "deltanet": "delta",
-    "delta_net": "delta",
-    "gated_deltanet": "gated_delta",
-    "gated_delta_net": "gated_delta",
-    "kimi_delta_attention": "kda",
-    "kimi_linear": "kda",
-    "rwkv": "rwkv7",
-    "rwkv_7": "rwkv7",
-    "goose": "rwkv7",
-    "generalized_delta": "rwkv7",
-    "sliding_window": "local",
-    "swa": "local",
-    "window": "local",
-    "bucketed": "local_bucketed",
-    "full": "softmax",
-    "sdpa": "softmax",
-    "vanilla": "softmax",
-}
+# names that papers and other packages use, by ours
+SYNONYMS = synonyms(
+    favor="performer favor+",
+    elu="linear linear_transformer linear_attention elu_plus_one",
+    efficient="shen efficient_attention",
+    taylor2="based",
+    retention="lightning retnet",
+    gla="gated_linear_attention",
+    ssd="mamba2 mamba_2",
+    delta="deltanet delta_net",
+    gated_delta="gated_deltanet gated_delta_net",
+    kda="kimi_delta_attention kimi_linear",
+    rwkv7="rwkv rwkv_7 goose generalized_delta",
+    local="sliding_window swa window",
+    local_bucketed="bucketed",
+    softmax="full sdpa vanilla",
+)
 
 
 @check_types

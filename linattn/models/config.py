@@ -15,37 +15,24 @@ from linattn.attention.gates import needs_strength
 from linattn.attention.named import named_attention
 from linattn.checks import check_numbers, check_sizes, check_type, plain_number
 from linattn.models.presets import PRESETS
-from linattn.names import did_you_mean, unknown_name
+from linattn.names import did_you_mean, synonyms, unknown_name
 from linattn.nn import GatedConvolution, MultiheadAttention
 from linattn.nn.attention import CONVOLUTIONS_ON, GATE_FUNCTIONS
 from linattn.nn.checks import checked_head_dim
 
-# names that other packages use, of fields and of their values
-SYNONYMS = {
-    "method": "attention",
-    "methods": "attention",
-    "context_length": "max_length",
-    "block_size": "max_length",
-    "d_model": "dim",
-    "n_embd": "dim",
-    "hidden_size": "dim",
-    "n_layer": "depth",
-    "num_layers": "depth",
-    "num_hidden_layers": "depth",
-    "n_head": "num_heads",
-    "nhead": "num_heads",
-    "heads": "num_heads",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_key_heads",
-    "rms_norm": "rms",
-    "rmsnorm": "rms",
-    "layer_norm": "layer",
-    "layernorm": "layer",
-    "swiglu": "gated",
-    "glu": "gated",
-    "relu2": "squared_relu",
-    "relu_squared": "squared_relu",
-}
+# names that other packages use, by ours, of fields and of their values
+SYNONYMS = synonyms(
+    attention="method methods",
+    max_length="context_length block_size",
+    dim="d_model n_embd hidden_size",
+    depth="n_layer num_layers num_hidden_layers",
+    num_heads="n_head nhead heads num_attention_heads",
+    num_key_heads="num_key_value_heads",
+    rms="rms_norm rmsnorm",
+    layer="layer_norm layernorm",
+    gated="swiglu glu",
+    squared_relu="relu2 relu_squared",
+)
 
 _ARGUMENTS = inspect.signature(MultiheadAttention).parameters
 # the docstring has a line per argument; without docstrings, as python -OO has it, there are no help texts

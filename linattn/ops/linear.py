@@ -60,12 +60,7 @@ def causal_linear_attention(
 
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
     operator, call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
-    if call.q.ndim > 2:
-        y, S, z = operator.choose(call, backend)(call)
-    else:
-        one_row = {name: x.unsqueeze(0) for name, x in call._asdict().items() if isinstance(x, Tensor)}
-        call = call._replace(**one_row)
-        y, S, z = (x.squeeze(0) for x in operator.choose(call, backend)(call))
+    y, S, z = operator.choose(call, backend)(call)
     return y, LinearState(S, z)
 
 

@@ -4,6 +4,7 @@ A call is a NamedTuple of tensors, then options. Its operator names the backends
 last: torch differentiates that one, twice if need be, and so it serves the second derivatives of all others."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, get_type_hints
 
 import torch
@@ -76,7 +77,8 @@ class Operator:
             if backend in (None, candidate.name):
                 reason = candidate.refusal(call, named=backend is not None)
                 if reason is None:
-                    return self.run[candidate.name]
+                    run = self.run[candidate.name]
+                    return run if call[0].ndim > 2 else partial(_run_row, run)
                 reasons.append(f"  {candidate.name}: {reason}")
         raise NotImplementedError("\n".join(["no backend can run this call:", *reasons]))
 
@@ -86,6 +88,12 @@ class Operator:
         choice = next(name for name, reason in reasons.items() if reason is None)
         can = {name: "runs this call" if name == choice else "can run it, when named" for name in reasons}
         return "\n".join(f"{name}: {can[name] if reason is None else reason}" for name, reason in reasons.items())
+
+
+def _run_row(run: Callable[[Any], tuple[Tensor, ...]], call: Any) -> tuple[Tensor, ...]:
+    """Run a call without leading dimensions with one, as backends need it."""
+    row = {name: x.unsqueeze(0) for name, x in call._asdict().items() if isinstance(x, Tensor)}
+    return tuple(x.squeeze(0) for x in run(call._replace(**row)))
 
 
 def in_transform() -> bool:

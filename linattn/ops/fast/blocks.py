@@ -137,7 +137,7 @@ class Sizes(NamedTuple):
         (*lead, n, _), (d, dv), chunk = q.shape, S.shape[-2:], SHORTEST_CHUNK
         while chunk < min(longest, min(d, dv) / 2):
             chunk *= 2
-        rows = S.shape[0] if lead else 1
+        rows = S.shape[0]
         tokens = BLOCK // max(1, math.prod(lead) // max(1, rows) * max(d, dv))
         step = max(1, min(rows, tokens // max(1, min(n, segment))))
         return cls(step, max(segment, tokens // step) // chunk * chunk, chunk, padded)
@@ -150,7 +150,7 @@ class Sizes(NamedTuple):
         """Return where each block of a call lies in its sequences and states. The call has n tokens and states of the
         leading dimensions `lead`. Every block comes after the earlier blocks of its sequences; a gradient takes them in
         reverse."""
-        (rows, *others), C, end = lead or (1,), self.chunk, n // self.chunk * self.chunk
+        (rows, *others), C, end = lead, self.chunk, n // self.chunk * self.chunk
         states, rest = math.prod(others), n - end
         cuts = [(start, min(self.length, end - start) // C, C, C) for start in range(0, end, self.length)]
         cuts += [(end, 1, rest, 1 << (rest - 1).bit_length() if self.padded else rest)] if rest else []

@@ -74,15 +74,12 @@ def sizes(call: DeltaCall) -> Sizes:
 
 def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]:
     """Return the call with views of q as (*b *g n d), of k, v, β and decays as (*b n d), and of the state as (b d dv),
-    and views of `outputs`, or of their gradients, laid out as that of q. Each view has a leading dimension at least."""
-    lead, per_query = call.S.shape[:-2] or (1,), [call.q, *outputs]
-    if call.S.ndim == 2:
-        per_query = [x.unsqueeze(0) for x in per_query]
-    q, *others = (group_view(x, lead, per_query[0].shape) for x in per_query)
+    and views of `outputs`, or of their gradients, laid out as that of q."""
+    lead = call.S.shape[:-2]
+    q, *others = (group_view(x, lead, call.q.shape) for x in (call.q, *outputs))
     k, v, beta = (x.expand(*lead, *x.shape[-2:]) for x in call[1:4])
     log_decay, removal_key = (None if x is None else x.expand(*lead, *x.shape[-2:]) for x in call[5:7])
-    S = call.S.reshape(math.prod(lead), *call.S.shape[-2:])
-    return DeltaCall(q, k, v, beta, S, log_decay, removal_key, call.scale), others
+    return DeltaCall(q, k, v, beta, call.S.flatten(0, -3), log_decay, removal_key, call.scale), others
 
 
 class Block:
