@@ -12,6 +12,8 @@ from linattn.attention.linear import LinearAttention
 from linattn.attention.named import shared_attention, untrained_attention
 from linattn.checks import check_tensors, check_types, given
 from linattn.feature_maps.base import FeatureMap
+from linattn.ops.linear import broadcast
+from linattn.ops.numerics import align
 
 
 @check_types
@@ -45,7 +47,8 @@ def attend(
             "q, k and v must have the same number of dimensions, (…, tokens, channels), but they are "
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    q, k, v = _same_batches(q, k, v)
+    lead = broadcast(q=q.shape[:-3], k=k.shape[:-3], v=v.shape[:-3])
+    q, k, v = (x.expand(*lead, *x.shape[-3:]) for x in (q, k, v))
     inner = _resolve(method, q, k, is_causal, window)
     if inner.causal != is_causal:
         raise ValueError(f"is_causal is {is_causal}, but {type(inner).__name__} was made with causal={inner.causal}")
@@ -61,20 +64,6 @@ def attend(
         factor = scale * q.shape[-1] ** 0.5
         q, k = q * math.copysign(abs(factor) ** 0.5, factor), k * abs(factor) ** 0.5
     return inner(_four(q), _four(k), _four(v), key_mask=key_mask).reshape(*q.shape[:-1], v.shape[-1])
-
-
-def _same_batches(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Expand what precedes the heads to a common shape. Raise ValueError if there is none."""
-    shapes = [tuple(x.shape[:-3]) for x in (q, k, v)]
-    try:
-        shape = torch.broadcast_shapes(*shapes)
-    except RuntimeError as error:
-        raise ValueError(
-            "the dimensions before the heads must broadcast, but those of q, k and v are "
-            f"{shapes[0]}, {shapes[1]} and {shapes[2]}"
-        ) from error
-    q, k, v = (x.expand(*shape, *x.shape[-3:]) for x in (q, k, v))
-    return q, k, v
 
 
 def _same_for_all_queries(attn_mask: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -137,6 +126,4 @@ def _expanded_mask(key_mask: Tensor, k: Tensor, for_all_heads: bool) -> Tensor:
 
 def _four(x: Tensor) -> Tensor:
     """Reshape to (b, h, n, d): add a missing batch or head, flatten several batch dimensions."""
-    while x.ndim < 4:
-        x = x.unsqueeze(0)
-    return x.flatten(0, -4)
+    return align(x, 4).flatten(0, -4)

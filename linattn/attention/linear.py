@@ -57,8 +57,7 @@ class LinearAttention(InnerAttention):
 
     def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> FeatureState:
         """Return S and z, whose size does not depend on m."""
-        k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
-        keys = group_features(self.feature_map.key(k), k.shape[1])
+        keys = group_features(self.feature_map.key(zero_masked(k, key_mask)), k.shape[1])
         return summarize_features(keys, v.unsqueeze(2), key_mask=group_mask(key_mask))
 
     def read(self, q: Queries, summary: FeatureState) -> Outputs:

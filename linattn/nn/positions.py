@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from linattn.checks import check_numbers, check_sizes, check_tensors, check_types, given
 from linattn.nn.checks import out_of_range
+from linattn.ops.tokens.rotary import angles
 
 INIT_STD = 0.02
 
@@ -58,10 +59,8 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, positions: Int[Tensor, "*b n"]) -> Float[Tensor, "*b n d"]:
         _check_positions(positions)
-        exact = torch.float32 if positions.device.type == "mps" else torch.float64
-        channel = torch.arange(0, self.dim, 2, device=positions.device, dtype=exact)
-        angles = (positions.unsqueeze(-1) * self.base ** (-channel / self.dim)).remainder(2 * math.pi)
-        table = torch.cat([angles.sin(), angles.cos()], -1)[..., : self.dim]
+        angle = angles(positions, -(-self.dim // 2), self.dim / 2, base=self.base)
+        table = torch.cat([angle.sin(), angle.cos()], -1)[..., : self.dim]
         return table.to(self.dtype_holder.dtype)
 
     def extra_repr(self) -> str:

@@ -17,6 +17,11 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def exact_dtype(x: Tensor) -> torch.dtype:
+    """Return float64, for a few numbers that need it; float32 on the device of x if that is Apple's, which has none."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
 _NONE = {dtype: torch.finfo(dtype).tiny / torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 
 

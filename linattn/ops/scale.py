@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linattn.ops.calls import SHORT
-from linattn.ops.numerics import is_exporting, is_readable
+from linattn.ops.numerics import exact_dtype, is_exporting, is_readable
 from linattn.ops.tokens.cutting import running_max
 
 
@@ -41,8 +41,7 @@ def running_scale(
     if log_decay is None:
         scale = _running_max(scale)
     else:
-        exact = torch.float32 if scale.device.type == "mps" else torch.float64
-        total = log_decay.detach().to(exact).clamp(min=_FORGETS).expand_as(log_size).cumsum(-1)
+        total = log_decay.detach().to(exact_dtype(scale)).clamp(min=_FORGETS).expand_as(log_size).cumsum(-1)
         total = torch.cat([total.new_zeros(*total.shape[:-1], 1), total], -1)
         scale = (_running_max(scale - total) + total).to(scale.dtype)
     last, none, scale = scale[..., -1:], scale == -torch.inf, finite(scale)

@@ -35,13 +35,19 @@ def read(call: ReadCall, save: bool) -> tuple[Tensor]:
     return ((divide(y, q @ call.z.unsqueeze(-1)) if call.normalized else y).to(call.dtype),)
 
 
+def features(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return φ(q), φ(k) and v in the accumulation dtype, with zeros for masked keys and values."""
+    dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
+    # as in `sum_keys`
+    q, k, v = zero_masked_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
+    return phi(q), zero_masked(phi(k), call.key_mask), v
+
+
 def causal(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y_i = φ(q_i)·S_i / φ(q_i)·z_i with S_i = Σ_j D_ij φ(k_j) v_jᵀ + D_i S_0, likewise z_i, where D_ij =
     `decay_between` and D_i is the product of the decays until i."""
-    dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
-    q, k, v = zero_masked_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
-    q, k, n = phi(q), zero_masked(phi(k), call.key_mask), q.shape[-2]
-    log_decay = q.new_zeros(n) if call.log_decay is None else call.log_decay.to(dtype)
+    (q, k, v), n = features(call), call.q.shape[-2]
+    log_decay = q.new_zeros(n) if call.log_decay is None else call.log_decay.to(q.dtype)
     weight = decay_between(log_decay)
     start = log_decay.cumsum(-1).exp().unsqueeze(-1)
     if call.normalize == "keys":
@@ -61,10 +67,8 @@ def causal(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
 def gated(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y_i = φ(q_i)·S_i / φ(q_i)·z_i with S_i = diag(exp(log_decay_i)) S_{i−1} + φ(k_i) v_iᵀ, likewise z_i."""
     assert call.log_decay is not None
-    dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
-    q, k, v = zero_masked_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
-    q, k, S, z = phi(q), zero_masked(phi(k), call.key_mask), call.S, call.z
-    each, ys = [x.split(1, -2) for x in (q, k, v, call.log_decay.to(dtype).exp())], [q[..., :0, :] @ S]
+    (q, k, v), S, z = features(call), call.S, call.z
+    each, ys = [x.split(1, -2) for x in (q, k, v, call.log_decay.to(q.dtype).exp())], [q[..., :0, :] @ S]
     # a sequence without tokens splits into one part without tokens
     for q_i, k_i, v_i, a_i in zip(*each, strict=True) if q.shape[-2] else ():
         S, z = a_i.mT * S + k_i.mT * v_i, a_i.squeeze(-2) * z + k_i.squeeze(-2)

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.ops.numerics import is_readable
+from linattn.ops.numerics import exact_dtype, is_readable
 
 
 def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return D (B 1 C C), r and w (B 1 C 1). `log_decay` (B C 1) is summed in float64, so that differences of long sums
     stay exact. A decay of −inf begins a new sequence: D is 0 between tokens of two sequences."""
     log_decay, dtype = log_decay.mT, log_decay.dtype
-    exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
     begins = log_decay == -torch.inf
-    total = log_decay.to(exact).masked_fill(begins, 0).cumsum(-1).mul_(math.log2(math.e)).unsqueeze(-1)
+    total = log_decay.to(exact_dtype(log_decay)).masked_fill(begins, 0).cumsum(-1).mul_(math.log2(math.e)).unsqueeze(-1)
     D = (total - total.mT).to(dtype).exp2_().tril_()
     r, w = (x.to(dtype).exp2() for x in (total, total[..., -1:, :] - total))
     if not is_readable(begins) or begins.any():

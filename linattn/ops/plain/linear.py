@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linattn.ops.calls import CausalCall
-from linattn.ops.definitions.linear import decay_between
-from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.numerics import accumulator, divide, exactly, zero_masked, zero_masked_tokens
+from linattn.ops.definitions.linear import decay_between, features
+from linattn.ops.numerics import divide, exactly
 from linattn.ops.operator import Backend
 from linattn.ops.tokens.cutting import cut, earlier, join
 
@@ -20,18 +19,16 @@ CHUNK, GATED_CHUNK = 64, 32
 
 def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what `definitions.linear.causal` and `gated` do, in chunks."""
-    dtype, phi, dv = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function, call.S.shape[-1]
-    q, k, v = zero_masked_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
-    q, k = phi(q), zero_masked(phi(k), call.key_mask)
+    (q, k, v), dv = features(call), call.S.shape[-1]
     # with a column of ones, [S, z] is one sum and [numerator, denominator] one product
     v, start = F.pad(v, (0, 1), value=1.0), torch.cat([call.S, call.z.unsqueeze(-1)], -1)
     per_channel = call.log_decay is not None and call.log_decay.ndim == call.q.ndim
     chunk = GATED_CHUNK if per_channel else CHUNK
     q, k, v = (cut(x, chunk) for x in (q, k, v))
     seen, since, until, whole = earlier(chunk, q.device), None, None, None
-    inside = seen.to(dtype).unsqueeze(0)
+    inside = seen.to(q.dtype).unsqueeze(0)
     if call.log_decay is not None:
-        log_decay = call.log_decay.to(dtype)
+        log_decay = call.log_decay.to(q.dtype)
         log_decay = cut(log_decay if per_channel else log_decay.unsqueeze(-1), chunk)
         # (… c 1 C C), or (… c f C C) with a decay per channel
         inside = decay_between(log_decay.mT)

@@ -5,6 +5,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from linattn.ops.numerics import exact_dtype
+
 
 def rotate(
     x: Float[Tensor, "*b n d"], positions: Int[Tensor, "*#b n"], /, *, base: float = 10000.0
@@ -21,14 +23,17 @@ def rotations(
 ) -> tuple[Float[Tensor, "*b n even"], Float[Tensor, "*b n even"]]:
     """Return [cos, cos] and [−sin, sin] of the angles, which queries and keys at the same positions share."""
     half = channels // 2
-    # in float64 and less than 2π: a float32 product is a tenth of a radian off at the millionth token
-    exact = torch.float32 if positions.device.type == "mps" else torch.float64
-    channel = torch.arange(half, device=positions.device, dtype=exact)
-    angles = (positions.unsqueeze(-1) * base ** (-channel / max(half, 1))).remainder(2 * torch.pi)
-    if dtype != torch.float64:
-        angles = angles.float()
-    cos, sin = angles.cos(), angles.sin()
+    angle = angles(positions, half, max(half, 1), base=base)
+    angle = angle if dtype == torch.float64 else angle.float()
+    cos, sin = angle.cos(), angle.sin()
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def angles(positions: Int[Tensor, "*b n"], channels: int, width: float, /, *, base: float) -> Float[Tensor, "*b n c"]:
+    """Return the angles position · base^(−c/width) of `channels` c = 0, 1, …, less than 2π and in float64: a float32
+    product is a tenth of a radian off at the millionth token."""
+    channel = torch.arange(channels, device=positions.device, dtype=exact_dtype(positions))
+    return (positions.unsqueeze(-1) * base ** (-channel / width)).remainder(2 * torch.pi)
 
 
 def rotate_by(
