@@ -1,5 +1,6 @@
 """Wrong shapes, masks and states: every module answers with a ValueError in the caller's own names and shapes."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from functools import cache, partial
@@ -152,6 +153,16 @@ def test_prompts_go_on_from_one_past() -> None:
     _, state = model.extend(torch.tensor([[1, 2, 3]]))
     together = generate(model, [[4], [5, 6]], max_new_tokens=5, state=state)
     assert together == [generate(model, [[1, 2, 3, *row]], max_new_tokens=5)[0] for row in ([4], [5, 6])]
+
+
+@over([(spec, causal) for spec, causal in CAUSAL + GLOBAL if "+" not in spec])
+def test_attentions_made_for_other_heads_say_so(spec: str, causal: bool) -> None:
+    """What belongs to a head is not broadcast: if a call with other numbers of heads runs, each query has an output."""
+    attention, (q, k, v) = make(spec, causal), heads(N)
+    for h, hk in ((HEADS, 1), (KEY_HEADS, 1), (HEADS, HEADS)):
+        x = [t.repeat(1, count, 1, 1)[:, :count] for t, count in ((q, h), (k, hk), (v, hk))]
+        with contextlib.suppress(ValueError):
+            assert attention(*x).shape == x[0].shape
 
 
 @over(CAUSAL + GLOBAL)

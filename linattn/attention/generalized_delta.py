@@ -89,6 +89,9 @@ class GeneralizedDeltaAttention(InnerAttention):
         return y.flatten(1, 2), DeltaAttentionState(S)
 
     def steps(self, k: Keys, v: Values, key_mask: KeyMask, gates: Gates) -> Steps:
+        (h, d), (hk, channels) = self.removal_weight.shape, (k.shape[1], k.shape[3])
+        if (h, d) != (hk, channels):
+            raise ValueError(f"made for {h} key heads of {d} channels, but there are {hk} of {channels}")
         assert gates.beta is not None and gates.log_decay is not None
         rate, log_decay = zero_masked(gates.beta, key_mask), zero_masked(gates.log_decay, key_mask)
         removal = unit(self.removal_weight.unsqueeze(1) * k)

@@ -79,18 +79,20 @@ class LinearAttention(InnerAttention):
             keys,
             v.unsqueeze(2),
             state,
-            log_decay=self.log_decay(gate),
+            log_decay=self.log_decay(gate, k.shape[1]),
             key_mask=group_mask(key_mask),
             normalize=self.normalize,
         )
         return y.flatten(1, 2), state
 
-    def log_decay(self, gate: Tensor | None) -> Tensor | None:
+    def log_decay(self, gate: Tensor | None, num_key_heads: int) -> Tensor | None:
         """Return the fixed log decay (hk 1 1) plus the gate (b hk 1 n) or (b hk 1 n d), of which either may be None."""
         gate = None if gate is None else gate.unsqueeze(2)
         if self.decay is None:
             return gate
         own = self.decay().unsqueeze(-2)
+        if len(own) != num_key_heads:
+            raise ValueError(f"the decay was made for {len(own)} key heads, but there are {num_key_heads}")
         if gate is None:
             return own
         return gate + (own if gate.ndim == 4 else own.unsqueeze(-1))

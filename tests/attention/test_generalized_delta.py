@@ -43,6 +43,15 @@ def test_decays_that_cannot_be_undone_are_refused(strength):
         inner(q, k, v, gates=gates)
 
 
+@pytest.mark.parametrize("sizes", [(1, 6), (4, 6), (2, 1)])
+def test_other_heads_or_channels_are_refused(sizes):
+    inner, (q, k, v) = GeneralizedDeltaAttention(*sizes).double(), heads(5)
+    for n in (5, 1):
+        x = [t[:, :, :n] for t in (q, k, v)]
+        with pytest.raises(ValueError, match=f"made for {sizes[0]} key heads of {sizes[1]} channels, but .* 2 of 6"):
+            inner(*x, gates=gates_of(inner.needs, x[1]))
+
+
 def test_where_a_sequence_begins_nothing_is_read_from_before():
     inner, (q, k, v) = GeneralizedDeltaAttention(2, 6).double(), heads(30)
     gates = gates_of(inner.needs, k)

@@ -127,6 +127,13 @@ def test_a_decay_agrees_with_the_definition(name: str, options: dict[str, Any]) 
     assert_close(attention(*inputs, key_mask=mask)[present], expected[present], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_decay_of_other_heads_is_refused(count: int) -> None:
+    attention = LinearAttention(feature_map("elu"), causal=True, decay=Decay(count))
+    with pytest.raises(ValueError, match=f"the decay was made for {count} key heads, but there are 2"):
+        attention(*heads(5))
+
+
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 @pytest.mark.parametrize("size", [1.0, 30.0])
 @pytest.mark.parametrize("decaying", [False, True])

@@ -59,7 +59,7 @@ def _linear(
     k, v, key_mask = zero_masked(k, key_mask), zero_masked(v, key_mask), group_mask(key_mask)
     v = (v if beta is None else (v * beta.unsqueeze(-1)).to(v.dtype)).unsqueeze(2)
     keys = group_features(module.feature_map.key(k), k.shape[1])
-    return linear_segment(keys, v, module.log_decay(gate), key_mask)
+    return linear_segment(keys, v, module.log_decay(gate, k.shape[1]), key_mask)
 
 
 def linear_segment(
