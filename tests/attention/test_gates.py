@@ -59,6 +59,8 @@ def test_what_needs_gates_refuses_to_run_without(inner):
         (Gates(torch.zeros(2, 2, N, 6), torch.ones(2, 2, N)), r"but is \(2, 2, 20, 6\)"),
         (Gates(torch.zeros(2, 2, N)), r"beta must be \(2, 2, 20\), .* but is None"),
         (torch.zeros(2, 2, N), "needs Gates, but these are a Tensor"),
+        (Gates([1.0], torch.ones(2, 2, N)), "log_decay must be a tensor, but is a list"),
+        (Gates(torch.zeros(2, 2, N), 1.0), "beta must be a tensor, but is a float"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
