@@ -10,7 +10,6 @@ from linattn.ops.triton import bidirectional_kernels as kernels
 from linattn.ops.triton.launch import Inputs, Rows, gradient_shape, in_words, launch_query_gradient, sum_splits
 from linattn.ops.triton.layout import empty_like_tokens, readable
 from linattn.ops.triton.split_kernels import key_sums, query_sums
-from linattn.ops.triton.tiling import over_both, over_queries, over_values
 
 
 def _keys(call: SumCall) -> Inputs:
@@ -37,7 +36,7 @@ def sum_keys_gradient(call: SumCall, saved: Tensors, grads: Tensors) -> Tensors:
     dS, dz, dk, dv = dS.contiguous(), dz.contiguous(), inputs.empty_gradient("k"), inputs.empty_gradient("v")
     rows = Rows(inputs, [*inputs.tokens.values(), dk, dv], dz)
     dstate = rows.shared(dS, dz)
-    for tiles, keys, values in over_both(*inputs.shape):
+    for tiles, keys, values in inputs.shape.over_both():
         kernel = kernels.key_sums_gradient
         rows.launch(kernel, tiles, rows.split(tiles), dstate, KEYS=keys, VALUES=values)
     return summed(dk, call.k), summed(dv, call.v), None
@@ -57,7 +56,7 @@ def _queries(call: ReadCall) -> tuple[Inputs, Tensor, Tensor]:
 
 def read(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
     inputs, S, z = _queries(call)
-    y, tiles = empty_like_tokens(inputs.tokens["q"], inputs.dv), over_values(*inputs.shape)
+    y, tiles = empty_like_tokens(inputs.tokens["q"], inputs.dv), inputs.shape.over_values()
     rows = Rows(inputs, [*inputs.tokens.values(), y], z)
     rows.launch(kernels.read, tiles, rows.split(tiles), rows.shared(S, z))
     return (y.to(call.dtype),)
@@ -73,7 +72,7 @@ def read_gradient(call: ReadCall, saved: Tensors, grads: Tensors) -> Tensors:
     (inputs, S, z), (dy,) = _queries(call), grads
     assert dy is not None
     dy, dq = readable(dy.to(call.q.dtype), inputs.lead), empty_like_tokens(inputs.tokens["q"], inputs.f)
-    rows, tiles = Rows(inputs, [*inputs.tokens.values(), dy, dq], z), over_queries(*inputs.shape)
+    rows, tiles = Rows(inputs, [*inputs.tokens.values(), dy, dq], z), inputs.shape.over_queries()
     state, splits = rows.shared(S, z), rows.split(tiles)
     denominators = launch_query_gradient(rows, kernels.read_gradient, tiles, splits, state)
     dS, dz, _ = sum_splits(inputs, query_sums, [*inputs.tokens.values(), dy], numbers=denominators)

@@ -20,7 +20,7 @@ from linattn.ops.triton.launch import (
 from linattn.ops.triton.layout import empty_outputs, readable
 from linattn.ops.triton.one_token import readable_call
 from linattn.ops.triton.split_kernels import key_sums, query_sums
-from linattn.ops.triton.tiling import Split, over_both, over_queries, over_values
+from linattn.ops.triton.tiling import Split
 
 
 def _initial_states(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
@@ -36,7 +36,7 @@ def _with_weights(call: CausalCall) -> tuple[Inputs, Tensor, Tensor]:
     """Return the kernels' view of a call, with weights from `weigh` in place of the decay, and the call's S and z."""
     inputs, S, z = readable_call(call._replace(key_mask=in_words(call.key_mask)))
     if inputs.log_decay is not None:
-        inputs.log_decay = weigh(inputs.log_decay, over_values(*inputs.shape).C)
+        inputs.log_decay = weigh(inputs.log_decay, inputs.shape.over_values().C)
     return inputs, S, z
 
 
@@ -46,7 +46,7 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
     inputs, S, z = _with_weights(call)
     y = empty_outputs(inputs.tokens["q"], inputs.lead, inputs.dv)
     S_end, z_end = torch.empty_like(S), torch.empty_like(z)
-    rows, tiles = Rows(inputs, [*inputs.tokens.values(), y], z), over_values(*inputs.shape)
+    rows, tiles = Rows(inputs, [*inputs.tokens.values(), y], z), inputs.shape.over_values()
     splits = rows.split(tiles)
     rows.launch(causal_kernels.forward, tiles, splits, _initial_states(rows, S, z, splits), rows.shared(S_end, z_end))
     return y, S_end, z_end
@@ -93,7 +93,7 @@ def _pair_sums(rows: Rows, programs: int) -> Tensor:
 
 def _query_gradient(inputs: Inputs, S: Tensor, z: Tensor, dy: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """Return dq, the results of `launch_query_gradient` and, per query and program, sums of M_ij over earlier keys."""
-    dq, tiles = inputs.empty_gradient("q"), over_queries(*inputs.shape)
+    dq, tiles = inputs.empty_gradient("q"), inputs.shape.over_queries()
     rows = Rows(inputs, [*inputs.tokens.values(), dy, dq], z)
     splits, pair_sums = rows.split(tiles), _pair_sums(rows, tiles.parts)
     state = _initial_states(rows, S, z, splits)
@@ -108,7 +108,7 @@ def _key_gradients(
     queries. `dend` are the gradients of the last S and z, `denominators` the results of `launch_query_gradient`."""
     dk, dv = inputs.empty_gradient("k"), inputs.empty_gradient("v")
     dS, dz = inputs.empty(*inputs.lead, inputs.f, inputs.dv), inputs.empty(*inputs.lead, inputs.f)
-    rows, launches = Rows(inputs, [*inputs.tokens.values(), dy, dk, dv], dend[1]), over_both(*inputs.shape)
+    rows, launches = Rows(inputs, [*inputs.tokens.values(), dy, dk, dv], dend[1]), inputs.shape.over_both()
     tiles, *_ = launches[0]
     splits, dstate, pair_sums = rows.split(tiles), rows.shared(*dend), _pair_sums(rows, tiles.parts)
     if splits.number > 1:

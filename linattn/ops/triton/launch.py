@@ -25,7 +25,7 @@ from linattn.ops.triton.layout import (
 from linattn.ops.triton.maps import MAPS
 from linattn.ops.triton.split_kernels import enter
 from linattn.ops.triton.support import on_device_of
-from linattn.ops.triton.tiling import PRECISION, Split, Tiles, enter_tiles, over_values, split
+from linattn.ops.triton.tiling import PRECISION, Shape, Split, Tiles, enter_tiles, split
 
 
 @dataclass
@@ -47,8 +47,7 @@ class Inputs:
         first = next(iter(self.tokens.values()))
         self.n, self.f, self.device = first.shape[-2], first.shape[-1], first.device
         masked, decayed, precision = self.key_mask is not None, self.log_decay is not None, PRECISION[first.dtype]
-        # the arguments of the rules in tiling.py
-        self.shape = (self.f, self.dv, first.dtype, self.device, decayed)
+        self.shape = Shape(self.f, self.dv, first.dtype, self.device, decayed)
         self.constants = Constants(self.normalized, masked, decayed, tl.constexpr(precision), self.f, self.dv)
 
     def empty(self, *shape: int) -> Tensor:
@@ -171,7 +170,7 @@ def sum_splits(
     inputs: Inputs, kernel: Any, tokens: Sequence[Tensor], splits: Split | None = None, numbers: Sequence[Tensor] = ()
 ) -> Sums:
     """Run `key_sums` or `query_sums` as `kernel` on all splits of `tokens`. None: the splits follow from the shapes."""
-    rows, tiles = Rows(inputs, tokens), over_values(*inputs.shape)
+    rows, tiles = Rows(inputs, tokens), inputs.shape.over_values()
     splits = rows.split(tiles) if splits is None else splits
     shapes = (inputs.f, inputs.dv), (inputs.f,), ()
     sums = Sums(*(inputs.empty(*inputs.lead, splits.number, *shape) for shape in shapes))

@@ -45,25 +45,67 @@ class Rule(NamedTuple):
     num_stages: int
     gradient_warps: int = 8
 
+    def tiles(self, BF: int, BV: int, parts: int) -> Tiles:
+        return Tiles(BF, BV, self.C, parts, self.num_warps, self.num_stages)
 
-def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Rule:
-    """Return the rule, with three stages if shared memory allows: with two, loads would wait for earlier products."""
-    widest, memory = max(_power(f), _power(dv)), shared_memory(device)
-    large, roomy = memory > 200 * 1024, memory > 160 * 1024
-    if dtype == torch.float32:
-        return Rule(32, 4096, 8, 1) if widest <= 64 else Rule(16, 2048, 8, 1)
-    if dtype == torch.float16:
-        if widest > 128:
-            return Rule(16, 2048, 8, 1)
-        return Rule(64 if roomy else 32, 4096, 8, 3 if large else 1)
-    if widest > 128 or not roomy:
-        return Rule(32, 4096, 4, 3 if large else 2)
-    if not large:
-        return Rule(64, 4096, 4, 3) if widest <= 64 else Rule(64, 8192, 8, 2)
-    if widest > 64:
-        return Rule(64, 16384, 8, 3)
-    # the weights of a decay leave no registers for 128 tokens, and of 64 two groups of warps would compute all twice
-    return Rule(64, 4096, 4, 3, gradient_warps=4) if decayed else Rule(128, 4096, 8, 3)
+
+class Shape(NamedTuple):
+    """What the tiles of a call depend on: f features, dv values, their dtype and device, and whether they decay."""
+
+    f: int
+    dv: int
+    dtype: torch.dtype
+    device: torch.device
+    decayed: bool = False
+
+    def rule(self) -> Rule:
+        """Return the rule. It has three stages where memory allows: with two, loads would wait for earlier products."""
+        widest, memory = max(_power(self.f), _power(self.dv)), shared_memory(self.device)
+        large, roomy = memory > 200 * 1024, memory > 160 * 1024
+        if self.dtype == torch.float32:
+            return Rule(32, 4096, 8, 1) if widest <= 64 else Rule(16, 2048, 8, 1)
+        if self.dtype == torch.float16:
+            if widest > 128:
+                return Rule(16, 2048, 8, 1)
+            return Rule(64 if roomy else 32, 4096, 8, 3 if large else 1)
+        if widest > 128 or not roomy:
+            return Rule(32, 4096, 4, 3 if large else 2)
+        if not large:
+            return Rule(64, 4096, 4, 3) if widest <= 64 else Rule(64, 8192, 8, 2)
+        if widest > 64:
+            return Rule(64, 16384, 8, 3)
+        # the weights of a decay leave no registers for 128 tokens; of 64, two groups of warps would compute all twice
+        return Rule(64, 4096, 4, 3, gradient_warps=4) if self.decayed else Rule(128, 4096, 8, 3)
+
+    def over_values(self) -> Tiles:
+        """Return tiles for programs that have all features and some values each."""
+        rule, BF = self.rule(), _power(self.f)
+        BV = min(_power(self.dv), max(16, rule.state // BF))
+        return rule.tiles(BF, BV, -(-self.dv // BV))
+
+    def over_features(self) -> Tiles:
+        """Return tiles for programs that have all values and some features each."""
+        rule, BV = self.rule(), _power(self.dv)
+        BF = min(_power(self.f), max(16, rule.state // BV))
+        return rule.tiles(BF, BV, -(-self.f // BF))
+
+    def over_queries(self) -> Tiles:
+        """Return tiles for the gradient of queries: all values and, if they fit, all features, which saves a launch."""
+        return self._over_all(16384) or self.over_features()
+
+    def over_both(self) -> list[tuple[Tiles, bool, bool]]:
+        """Return (tiles, for keys, for values) per launch of their gradients: one launch, if the state fits."""
+        most = 2 * self.rule().state if shared_memory(self.device) > 200 * 1024 else 4096
+        if tiles := self._over_all(most):
+            return [(tiles, True, True)]
+        return [(self.over_features(), True, False), (self.over_values(), False, True)]
+
+    def _over_all(self, most: int) -> Tiles | None:
+        """Return tiles for programs of a gradient that have a whole state, in bfloat16 and of up to `most` numbers."""
+        rule, BF, BV = self.rule(), _power(self.f), _power(self.dv)
+        if self.dtype != torch.bfloat16 or most < BF * BV:
+            return None
+        return rule._replace(num_warps=rule.gradient_warps).tiles(BF, BV, 1)
 
 
 def shared_memory(device: torch.device) -> int:
@@ -76,47 +118,6 @@ def shared_memory(device: torch.device) -> int:
 
 def _power(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
-
-
-def _tiles(BF: int, BV: int, parts: int, choice: Rule) -> Tiles:
-    return Tiles(BF, BV, choice.C, parts, choice.num_warps, choice.num_stages)
-
-
-def over_values(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Tiles:
-    """Return tiles for programs that have all features and some values each."""
-    choice, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
-    BV = min(BV, max(16, choice.state // BF))
-    return _tiles(BF, BV, -(-dv // BV), choice)
-
-
-def over_features(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Tiles:
-    """Return tiles for programs that have all values and some features each."""
-    choice, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
-    BF = min(BF, max(16, choice.state // BV))
-    return _tiles(BF, BV, -(-f // BF), choice)
-
-
-def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Tiles:
-    """Return tiles for the gradient of queries: all values and, if they fit, all features, which saves a launch."""
-    BF, BV = _power(f), _power(dv)
-    if dtype == torch.bfloat16 and BF * BV <= 16384:
-        choice = rule(f, dv, dtype, device, decayed)
-        return _tiles(BF, BV, 1, choice._replace(num_warps=choice.gradient_warps))
-    return over_features(f, dv, dtype, device, decayed)
-
-
-def over_both(
-    f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False
-) -> list[tuple[Tiles, bool, bool]]:
-    """Return (tiles, for keys, for values) per launch of the keys' and values' gradients: one, if the state fits."""
-    choice, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
-    most = 2 * choice.state if shared_memory(device) > 200 * 1024 else 4096
-    if dtype == torch.bfloat16 and most >= BF * BV:
-        return [(_tiles(BF, BV, 1, choice._replace(num_warps=choice.gradient_warps)), True, True)]
-    return [
-        (over_features(f, dv, dtype, device, decayed), True, False),
-        (over_values(f, dv, dtype, device, decayed), False, True),
-    ]
 
 
 def step_tiles(f: int, dv: int) -> Tiles:

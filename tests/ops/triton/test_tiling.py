@@ -16,13 +16,14 @@ def test_tiles_cover_all_channels(
     f: int, dv: int, dtype: torch.dtype, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiling, "shared_memory", lambda device: memory * 1024)
-    by_values = tiling.over_values(f, dv, dtype, CPU)
+    shape = tiling.Shape(f, dv, dtype, CPU)
+    by_values = shape.over_values()
     assert f <= by_values.BF and by_values.BV * by_values.parts >= dv > by_values.BV * (by_values.parts - 1)
-    by_features = tiling.over_features(f, dv, dtype, CPU)
+    by_features = shape.over_features()
     assert dv <= by_features.BV and by_features.BF * by_features.parts >= f > by_features.BF * (by_features.parts - 1)
-    by_queries = tiling.over_queries(f, dv, dtype, CPU)
+    by_queries = shape.over_queries()
     assert dv <= by_queries.BV and by_queries.BF * by_queries.parts >= f
-    both = tiling.over_both(f, dv, dtype, CPU)
+    both = shape.over_both()
     assert [sum(keys for _, keys, _ in both), sum(values for _, _, values in both)] == [1, 1]
     for tiles, keys, values in both:
         assert dv <= tiles.BV or not keys

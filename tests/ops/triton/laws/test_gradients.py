@@ -102,7 +102,7 @@ def test_wide_features_and_splits(
 ) -> None:
     """Several programs share the features of a row, and others its tokens."""
     in_splits(64)
-    assert tiling.over_queries(80, 80, torch.float16, device).parts > 1
+    assert tiling.Shape(80, 80, torch.float16, device).over_queries().parts > 1
     leaves = [*tokens(70, 10, torch.float16, device, d=80), -torch.rand(1, 70, device=device)]
     check(leaves, BOUNDS[torch.float16], normalize=normalize)
     check(leaves[:5], BOUNDS[torch.float16], normalize=normalize)

@@ -34,7 +34,7 @@ def cases(device: str) -> list[tuple[int, int, torch.dtype, str]]:
 
 def length(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool) -> int:
     """Return a number of tokens that fill no whole chunks: of the interpreter's, more than one where they are few."""
-    chunk = tiling.rule(f, dv, dtype, device, decayed).C
+    chunk = tiling.Shape(f, dv, dtype, device, decayed).rule().C
     return 200 if device.type == "cuda" else chunk + 5 if f < 256 else chunk - 5
 
 
