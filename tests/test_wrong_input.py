@@ -104,6 +104,13 @@ def test_wrong_masks_and_shapes(name: str) -> None:
             refused(lambda call=call: call(x[..., 1:]), f"(b, n, {DIM})", "(2, 5, 15)")
 
 
+@pytest.mark.parametrize("kind", [linattn.FeedForward, linattn.GatedFeedForward])
+def test_other_widths_are_refused(kind: type[nn.Module]) -> None:
+    layer = kind(DIM, 2 * DIM)
+    for module in (layer, linattn.Branch(layer), linattn.Chunked(layer, 2), MODULES["projected"]()):
+        refused(lambda module=module: module(torch.randn(B, N, DIM - 1)), "16 channels", "15)")
+
+
 def form(state: Any) -> Any:
     if isinstance(state, tuple):
         return type(state).__name__, *map(form, state)

@@ -30,6 +30,15 @@ def check_input(x: Tensor, layer: nn.Module, *, name: str = "x") -> None:
         raise ValueError(f"{name} must be {weight.dtype}, as the weights, but is {x.dtype}")
 
 
+def check_channels(x: Tensor, layer: nn.Module) -> None:
+    """Raise ValueError unless x has the channels, device and dtype that the layer takes."""
+    check_input(x, layer)
+    # an adapter need not say how many
+    channels = getattr(layer, "in_features", None)
+    if channels is not None and x.shape[-1:] != (channels,):
+        raise ValueError(f"x must have {channels} channels, but is {tuple(x.shape)}")
+
+
 def check_tokens(
     x: Tensor, dim: int | None, key_mask: Tensor | None = None, *, name: str = "x", layer: nn.Module | None = None
 ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from linattn.checks import check_sizes, check_types
-from linattn.nn.checks import check_floats, check_input
+from linattn.nn.checks import check_channels, check_floats
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -41,7 +41,7 @@ class FeedForward(nn.Module):
         self.dropout, self.hidden_dropout = nn.Dropout(dropout), nn.Dropout(hidden_dropout)
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
-        check_input(x, self.up_proj)
+        check_channels(x, self.up_proj)
         hidden = self.hidden_dropout(self.activation(self.up_proj(x)))
         return self.dropout(self.down_proj(hidden))
 
@@ -74,7 +74,7 @@ class GatedFeedForward(nn.Module):
         self.dropout, self.hidden_dropout = nn.Dropout(dropout), nn.Dropout(hidden_dropout)
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
-        check_input(x, self.up_proj)
+        check_channels(x, self.up_proj)
         hidden = self.hidden_dropout(self.activation(self.gate_proj(x)) * self.up_proj(x))
         return self.dropout(self.down_proj(hidden))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from linattn.checks import check_sizes, check_types, given
 from linattn.names import unknown_name
 from linattn.nn.branch import Branch, Call
-from linattn.nn.checks import check_floats, check_input
+from linattn.nn.checks import check_channels, check_floats
 from linattn.nn.reversal import run_reversibly
 from linattn.ops.nested import checked_parts
 from linattn.types import Context, ContextMask, TokenMask, Tokens
@@ -142,6 +142,6 @@ class Projected(Stack):
         return self.stack.depth
 
     def run(self, x: Tokens, step: Step) -> Hidden:
-        check_input(x, self.in_proj)
+        check_channels(x, self.in_proj)
         y = self.stack.run(self.in_proj(x), step)
         return y if self.out_proj is None else self.out_proj(y)
