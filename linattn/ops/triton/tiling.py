@@ -50,7 +50,7 @@ class Rule(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the tiles of a call depend on: f features, dv values, their dtype and device, and whether they decay."""
+    """The facts that decide the tiles: f features, dv values, their dtype and device, and whether there is a decay."""
 
     f: int
     dv: int
