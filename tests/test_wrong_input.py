@@ -215,7 +215,7 @@ def test_torchs_module_shows_what_it_was_given() -> None:
         refused(lambda m=module: m(x, x.double(), x), "key must be torch.float32", "torch.float64")
         refused(lambda m=module: m(x, x, x.half()), "value must be torch.float32", "torch.float16")
         refused(lambda m=module: m(x, x, x, key_padding_mask=torch.zeros(B, 4, dtype=torch.bool)), "(2, 5)", "(2, 4)")
-    refused(lambda: module(x, other, other), "there are 5, 6 and 6")
+    refused(lambda: module(x, other, other), "there are 5 and 6")
     linformer = linattn.LinearMultiheadAttention(DIM, 4, seq_len=4, batch_first=True)
     refused(lambda: linformer(x, x, x), "at most 4 keys, but there are 5")
     cross = linattn.MultiheadAttention(DIM, 4, inner("elu", causal=False), context_dim=8)

@@ -39,7 +39,7 @@ class InnerAttention(nn.Module, ABC):
     """If True, queries and keys must be those of the same tokens, also where the attention is not causal."""
 
     def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None, gates: AnyGates = None) -> Outputs:
-        q, k, v, _ = checked_heads(q, k, v, key_mask, causal=self.causal)
+        q, k, v, _ = checked_heads(q, k, v, key_mask, same_tokens=self.causal or self.same_tokens)
         own = self._checked_gates(gates, k)
         return self._extend(q, k, v, None, key_mask, *own)[0] if own else self._attend(q, k, v, key_mask)
 
@@ -53,7 +53,7 @@ class InnerAttention(nn.Module, ABC):
                 f"{type(self).__name__} is not causal here, so it cannot be extended token by token"
             )
         state = None if state is None else self._checked_state(state)
-        q, k, v, state = checked_heads(q, k, v, key_mask, state, causal=True)
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, same_tokens=True)
         return self._extend(q, k, v, state, key_mask, *self._checked_gates(gates, k))
 
     def summarize(self, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Any:

@@ -28,10 +28,10 @@ def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
 
 
 def checked_heads(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Any = None, *, causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Any = None, *, same_tokens: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
     """Return q, k, v and the state, with a batch of 1 expanded to the batch size of the other tensors. Raise ValueError
-    if shapes or devices do not fit together or, with `causal`, if there are not as many queries as keys."""
+    if shapes or devices do not fit together or, with `same_tokens`, if there are not as many queries as keys."""
     # each shape is read once, as checks should cost little beside a step of one token
     past = None if state is None else first_tensor(state)
     if not on_one_device(q, k, v) or (past is not None and past.device != q.device):
@@ -50,8 +50,11 @@ def checked_heads(
     h, hk = of_q[1], of_k[1]
     if h != hk and (hk == 0 or h % hk):
         raise ValueError(f"the number of key heads must divide that of query heads, but {_shapes(q, k)}")
-    if causal and of_q[2] != of_k[2]:
-        raise ValueError(f"causal attention needs as many queries as keys, but {_shapes(q, k)}")
+    if same_tokens and of_q[2] != of_k[2]:
+        raise ValueError(
+            "this attention needs as many queries as keys, as both are of the same tokens, but there are "
+            f"{of_q[2]} and {of_k[2]}"
+        )
     return q, k, v, state
 
 

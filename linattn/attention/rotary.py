@@ -56,17 +56,10 @@ class RotaryAttention(InnerAttention):
 
     def _rotated(self, q: Tensor, k: Tensor, start: Tensor | None, key_mask: KeyMask) -> tuple[Tensor, Tensor, Tensor]:
         """Return q and k rotated, and the number of tokens so far, with theirs; `start` is the number before them."""
-        check_same_tokens(q, k)
         positions, end = count_positions(k, start, key_mask)
         rotation = rotations(positions, k.shape[-1], k.dtype, base=self.base)
         of_queries = (per_query_head(x, q.shape[1]) for x in rotation)
         return rotate_by(q, *of_queries), rotate_by(k, *rotation), end
-
-
-def check_same_tokens(q: Tensor, k: Tensor) -> None:
-    n, m = q.shape[-2], k.shape[-2]
-    if n != m:
-        raise ValueError(f"queries and keys must be those of the same tokens, but there are {n} and {m}")
 
 
 def count_positions(

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_mask, group_queries
-from linattn.attention.rotary import check_same_tokens, count_positions
+from linattn.attention.rotary import count_positions
 from linattn.checks import check_numbers, check_types
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.ops.linear import causal_linear_attention, linear_attention
@@ -53,7 +53,6 @@ class RotaryLinearAttention(InnerAttention):
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         if self.causal:
             return super()._attend(q, k, v, key_mask)
-        check_same_tokens(q, k)
         positions, _ = count_positions(k, None, key_mask)
         attend = partial(linear_attention, key_mask=group_mask(key_mask), normalize=None)
         y, total = (attend(*term) for term in self._terms(q, k, v, key_mask, positions))

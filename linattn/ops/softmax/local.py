@@ -34,7 +34,6 @@ def local_attention(q: Queries, k: Keys, v: Values, /, *, window: Window, key_ma
     """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j over the keys j in the window of query i.
 
     A masked token is a missing one: the window counts present tokens only, and the outputs of masked ones are zeros."""
-    _check(q, k, v)
     packed = pack_heads(q, k, v, key_mask)
     # zeros from packing stand behind every present token, where no causal query sees them
     return packed.unpack(_attend(packed.q, packed.k, packed.v, window, None if window.causal else packed.present))
@@ -44,20 +43,11 @@ def extend_local(
     q: Queries, k: Keys, v: Values, state: LocalState | None = None, /, *, window: Window, key_mask: KeyMask = None
 ) -> tuple[Outputs, LocalState]:
     """Process the next tokens of causal `local_attention`; masked ones leave no trace in the state."""
-    _check(q, k, v)
     if state is not None:
         check_tokens(state.k, state.v, k, v, window.past)
     packed = pack_heads(q, k, v, key_mask)
     y, state = _extend(packed.q, packed.k, packed.v, state, window, packed.total)
     return packed.unpack(y), state
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if not q.shape[-2] == k.shape[-2] == v.shape[-2]:
-        raise ValueError(
-            "local attention needs as many queries as keys and values, each at its own place, but "
-            f"there are {q.shape[-2]}, {k.shape[-2]} and {v.shape[-2]}"
-        )
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: Window, present: Tensor | None) -> Tensor:
