@@ -62,7 +62,7 @@ class LanguageModelConfig:
     `causal` is False, every token sees all others: an encoder, whose logits are for the token itself.
     `MultiheadAttention` describes the fields that are its arguments, and `linattn train --help` all other fields."""
 
-    vocab_size: int = field(metadata={"least": 1, "choices": ()})
+    vocab_size: int
     dim: int = _option(256, "width of the model")
     depth: int = _option(4, "number of layers")
     num_heads: int = _attention_option("num_heads", 4)
@@ -77,7 +77,7 @@ class LanguageModelConfig:
     positions: str | None = _option(
         None, "learned: add a learned vector for each position to the embeddings", choices=(None, "learned")
     )
-    max_length: int | None = field(default=None, metadata={"least": 1, "choices": ()})
+    max_length: int | None = None
     convolution: int = _attention_option("convolution", least=0)
     convolution_on: str = _attention_option("convolution_on", choices=CONVOLUTIONS_ON)
     induction: bool = _attention_option("induction")
@@ -101,7 +101,7 @@ class LanguageModelConfig:
     norm: str = _option("rms", "the norm before each half of a layer", choices=("rms", "layer"))
     tie_embeddings: bool = _option(True, "take the embeddings' matrix for the output")
     dropout: float = _option(0.0, "share of activations that is dropped")
-    causal: bool = field(default=True, metadata={"least": 1, "choices": ()})
+    causal: bool = True
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
@@ -201,7 +201,7 @@ def upgraded(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_field(each: dataclasses.Field, value: Any) -> None:
-    least, choices = each.metadata["least"], each.metadata["choices"]
+    least, choices = each.metadata.get("least", 1), each.metadata.get("choices")
     if each.type is bool:
         check_type(each.name, value, bool)
     if each.type is int or (each.type == int | None and value is not None):
