@@ -133,7 +133,7 @@ class Sizes(NamedTuple):
     def fit(cls, q: Tensor, S: Tensor, *, longest: int, segment: int, padded: bool) -> "Sizes":
         """Choose sizes for queries (*lead n d) and states S (*lead d dv), so that a block fits the cache, but
         `segment` tokens of a sequence at least. A chunk has half as many tokens as the shorter side of a state, as a
-        power of two from 16 to `longest`. Where queries of the first dimension share a state, that is not cut."""
+        power of two from 16 to `longest`. A first dimension in which queries share a state is not cut."""
         (*lead, n, _), (d, dv), chunk = q.shape, S.shape[-2:], SHORTEST_CHUNK
         while chunk < min(longest, min(d, dv) / 2):
             chunk *= 2
