@@ -14,14 +14,14 @@ from linattn.attention.gates import GateNeeds, Gates
 from linattn.checks import check_sizes, check_types
 from linattn.feature_maps.base import unit
 from linattn.ops.delta import causal_delta_attention
+from linattn.ops.linear import FORGETS
 from linattn.ops.nested import check_part
 from linattn.ops.numerics import accumulator, is_readable, zero_masked
 from linattn.ops.tokens.compaction import present_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
-# the strongest log decay by which a removal key is divided: float16 holds the quotient; and from where on the operator
-# forgets all
-STRONGEST, FORGETS = -10.0, -1e4
+# the strongest log decay by which a removal key is divided: float16 holds the quotient
+STRONGEST = -10.0
 
 
 class Steps(NamedTuple):

@@ -19,8 +19,9 @@ from linattn.ops.state import LinearState
 
 NORMALIZATIONS = ("output", "keys", None)
 
-# its exponential is zero in every dtype; in cumulative sums a larger number would erase the digits of the others
-_FORGETS = -1e4
+# the log decay at which the state is forgotten: its exponential is zero in every dtype; in cumulative sums a larger
+# number would erase the digits of the others
+FORGETS = -1e4
 
 
 def causal_linear_attention(
@@ -210,10 +211,10 @@ def checked_decay(log_decay: Tensor) -> Tensor:
         least, largest = (x.item() for x in torch.aminmax(log_decay.detach()))
         if largest > 0:
             raise ValueError(f"log_decay must not be positive, as the past only fades, but goes up to {largest:.6g}")
-        if least > _FORGETS:
+        if least > FORGETS:
             return log_decay
     # not masked_fill, for whose gradient torch's compiler expects other strides than there are
-    return torch.where(log_decay <= _FORGETS, -torch.inf, log_decay)
+    return torch.where(log_decay <= FORGETS, -torch.inf, log_decay)
 
 
 def broadcast(**shapes: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from linattn.attention.rotary import count_positions
 from linattn.attention.rotary_linear import RotaryLinearAttention, RotaryLinearAttentionState
 from linattn.distributed.segments.base import checked_inputs, pieces, segment
 from linattn.ops.features import Features, FeatureState, decay_per_token, summarize_features
-from linattn.ops.linear import per_channel, summarize
+from linattn.ops.linear import FORGETS, per_channel, summarize
 from linattn.ops.numerics import accumulator, without_autocast, zero_masked
 from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState
@@ -25,8 +25,6 @@ from linattn.types import KeyMask, Keys, Values
 
 # tokens whose decays are added up by one product of matrices
 CHUNK = 32
-# its exponential is zero in every dtype, and unlike −∞ it may be multiplied by zero
-_FORGETS = -1e4
 
 
 class LinearSegment(NamedTuple):
@@ -73,7 +71,8 @@ def linear_segment(
         return LinearSegment(summarize_features(keys, v, key_mask=key_mask))
     if keys.log_scale is None and keys.function != "exp":
         return _sums_with_decays(keys, v, per_channel(keys.x, log_decay), key_mask)
-    log_decay = decay_per_token(log_decay, keys.x, key_mask).clamp(min=_FORGETS).expand(keys.x.shape[:-1])
+    # unlike −∞, it may be multiplied by zero
+    log_decay = decay_per_token(log_decay, keys.x, key_mask).clamp(min=FORGETS).expand(keys.x.shape[:-1])
     later, keys = _later_decays(log_decay.unsqueeze(-1)).squeeze(-1), keys.scalable()
     keys = keys._replace(log_scale=later if keys.log_scale is None else keys.log_scale + later)
     return LinearSegment(summarize_features(keys, v, key_mask=key_mask), log_decay.sum(-1, keepdim=True))
@@ -88,7 +87,7 @@ def _sums_with_decays(keys: Features, v: Tensor, log_decay: Tensor, key_mask: Te
     z, total = S[..., 0], S.new_zeros(*log_decay.shape[:3], 1, log_decay.shape[-1])
     with without_autocast(v):
         for x, values, decays, mask in reversed(list(pieces(keys.x, v, log_decay, key_mask))):
-            decays = zero_masked(decays.to(dtype).clamp(min=_FORGETS), mask)
+            decays = zero_masked(decays.to(dtype).clamp(min=FORGETS), mask)
             x = zero_masked(keys._replace(x=x).evaluated().x, mask) * _exp(_later_decays(decays) + total)
             S, z = S + x.mT @ values.to(dtype), z + x.sum(-2)
             total = total + decays.sum(-2, keepdim=True)
