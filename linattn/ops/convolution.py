@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.ops.fast.blocks import empty_like
+from linattn.ops.fast.blocks import BLOCK, empty_like
 from linattn.ops.numerics import accumulator, summed
 from linattn.ops.operator import Backend, Operator, Tensors
-
-# numbers of a block
-BLOCK = 2**18
 
 
 class ConvolutionCall(NamedTuple):

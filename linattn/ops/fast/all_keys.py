@@ -10,12 +10,10 @@ from torch import Tensor
 
 from linattn.ops.calls import ReadCall, SumCall
 from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.fast.blocks import Workspace, empty_like
+from linattn.ops.fast.blocks import BLOCK, Workspace, empty_like
 from linattn.ops.numerics import accumulator, infinite_if_none, zero_masked
 from linattn.ops.operator import Backend, Tensors
 
-# numbers of one tensor in a segment: a megabyte in float32, so that what is computed of them stays in the cache
-BLOCK = 2**18
 # tokens of a segment: with more of them, products of narrow tensors would add up rounding errors
 SHORTEST, LONGEST = 256, 2048
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from linattn.ops.elementwise import ELEMENTWISE, Elementwise
 from linattn.ops.numerics import accumulator
 
-# numbers of a block's keys, values or states: a megabyte in float32
+# numbers of a block's keys, values or states: a megabyte in float32, which stays in the cache
 BLOCK = 2**18
 # half of the products inside a chunk is discarded, so short chunks save products; each chunk has a state, which costs
 # memory traffic
