@@ -207,12 +207,6 @@ class MultiheadAttention(nn.Module):
         """Process the next tokens, any number of them, after those summed up in `state` (None: the sequence begins).
 
         `starts` is as in `forward`. It may be True at a missing token if its sequence has a present one in the call."""
-        if state is not None:
-            check_tokens(x, self.dim, key_mask)
-            state = for_batch(checked_kind(state, AttentionState), x.shape[0])
-            check_part("position", state.position, None if self.rotary is None else torch.int64)
-            if self.convolution is None or state.convolution is None:
-                check_part("convolution", state.convolution, None if self.convolution is None else x.dtype)
         q, k, v, convolution, position = self._project(x, state, key_mask, starts)
         inner, gates = None if state is None else state.inner, self._gates(x, key_mask, starts)
         y, inner = self.inner.extend(q, k, v, inner, key_mask=self._over_heads(key_mask), gates=gates)
@@ -225,6 +219,11 @@ class MultiheadAttention(nn.Module):
             raise ValueError("cross attention needs its context, but none was given")
         check_tokens(x, self.dim, key_mask, layer=self.q_proj)
         check_mask(x, starts, starts=True)
+        if state is not None:
+            state = for_batch(checked_kind(state, AttentionState), x.shape[0])
+            check_part("position", state.position, None if self.rotary is None else torch.int64)
+            if self.convolution is None or state.convolution is None:
+                check_part("convolution", state.convolution, None if self.convolution is None else x.dtype)
         mixed, convolution, position = x, None, None
         past: Any = None if state is None else state.convolution
         # an adapter may stand in the convolution's place, so its class says nothing
