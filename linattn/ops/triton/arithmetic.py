@@ -13,7 +13,7 @@ jit: Any = triton.jit
 # the interpreter multiplies bfloat16 wrongly, and cuts off where it should round
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
-# as `base.infinite_if_none`: what is smaller has lost its terms to rounding
+# as `numerics.infinite_if_none`: what is smaller has lost its terms to rounding
 _NONE = tl.constexpr(2.0**-126 / 2.0**-23)
 
 # by default, the compiler may repeat a rounding

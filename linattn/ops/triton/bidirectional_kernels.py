@@ -46,7 +46,7 @@ def read_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     S, z = dev.load_state(state, features, values, True, K)
     mean = tl.full((K.BV,), 0, tl.float32)
     if K.NORMALIZED:
-        # as in the causal `query_gradient`
+        # dq depends on differences of values only, which S keeps when it is rounded without their mean
         mean = num.mean_value(S, z)
         S -= z[:, None] * mean[None, :]
     S = num.rounded(S, K.PRECISION)
