@@ -73,8 +73,7 @@ class TokenModel(nn.Module, ABC):
     ) -> Tokens:
         """Return the vectors that `logits` takes."""
         x, _ = self.embed(tokens, key_mask=key_mask)
-        call = self._checked(Call(key_mask, context, context_mask))
-        return self.norm(run_stack(self.get_stack(), self.causal, x, call))
+        return self.norm(run_stack(self.get_stack(), self.causal, x, Call(key_mask, context, context_mask)))
 
     def begin(self, context: Float[Tensor, "b m c"], *, context_mask: ContextMask = None) -> TokenModelState:
         """Return the state before the first token. It sums up the context, which is not needed again."""
@@ -91,13 +90,13 @@ class TokenModel(nn.Module, ABC):
         context_mask: ContextMask = None,
     ) -> tuple[Tokens, TokenModelState]:
         """Return the vectors of `hidden` for the next tokens of sequences, whose past is `state`, and the new state."""
-        call = self._checked(Call(key_mask, context, context_mask))
         if state is not None:
             check_indices(tokens, key_mask)
             state = for_batch(checked_kind(state, TokenModelState), tokens.shape[0])
             check_part("position", state.position, None if self.positions is None else torch.int64)
         x, position = self.embed(tokens, state and state.position, key_mask=key_mask)
-        x, stack = self.get_stack().extend(x, state and state.stack, **call._asdict())
+        call = {"key_mask": key_mask, "context": context, "context_mask": context_mask}
+        x, stack = self.get_stack().extend(x, state and state.stack, **call)
         return self.norm(x), TokenModelState(stack, position)
 
     def embed(
@@ -126,11 +125,6 @@ class TokenModel(nn.Module, ABC):
         if self.head is None:
             raise ValueError("this model has no head: it gives embeddings, no logits")
         return self.head(x)
-
-    def _checked(self, call: Call) -> Call:
-        parts = () if call.context is None else self.modules()
-        attends = any(isinstance(part, MultiheadAttention) and part.is_cross_attention for part in parts)
-        return call.checked(attends, "the model has no cross attention")
 
 
 @final

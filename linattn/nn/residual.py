@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from linattn.checks import check_sizes, check_types, given
 from linattn.names import unknown_name
+from linattn.nn.attention import MultiheadAttention
 from linattn.nn.branch import Branch, Call
 from linattn.nn.checks import check_channels, check_floats
 from linattn.nn.reversal import run_reversibly
@@ -54,7 +55,7 @@ class Stack(nn.Module, ABC):
     def forward(
         self, x: Tokens, *, key_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
     ) -> Hidden:
-        return self.run(x, Call(key_mask, context, context_mask))
+        return self.run(x, self._checked(Call(key_mask, context, context_mask)))
 
     def extend(
         self,
@@ -66,8 +67,13 @@ class Stack(nn.Module, ABC):
         context_mask: ContextMask = None,
     ) -> tuple[Hidden, tuple[Any, ...]]:
         """Return the output for the next tokens, and the new state. Only the first call needs the context."""
-        step = Extension(Call(key_mask, context, context_mask), state, self.depth)
+        step = Extension(self._checked(Call(key_mask, context, context_mask)), state, self.depth)
         return self.run(x, step), tuple(step.states)
+
+    def _checked(self, call: Call) -> Call:
+        parts = () if call.context is None else self.modules()
+        attends = any(isinstance(part, MultiheadAttention) and part.is_cross_attention for part in parts)
+        return call.checked(attends, "there is no cross attention")
 
 
 @final

@@ -15,6 +15,7 @@ from linattn.nn import (
     FeedForward,
     GatedFeedForward,
     MultiheadAttention,
+    Projected,
     ResidualSequence,
     ReversibleSequence,
     TokenShift,
@@ -144,6 +145,18 @@ def test_backward_adds_to_the_gradients():
     stack(x).sum().backward()
     for parameter, first in zip(stack.parameters(), once, strict=True):
         assert_close(parameter.grad, 2 * first)
+
+
+@pytest.mark.parametrize("kind", [ResidualSequence, ReversibleSequence])
+def test_a_context_that_nothing_attends_to_is_refused(kind):
+    layers = pairs(2)
+    stack = kind(layers if kind is ReversibleSequence else [branch for pair in layers for branch in pair])
+    for module in (stack, Projected(stack, DIM, DIM)):
+        for call in (module, module.extend):
+            with pytest.raises(ValueError, match="a context was given, but nothing attends to it"):
+                call(some_inputs(), context=some_inputs(14))
+            with pytest.raises(ValueError, match="context_mask is of a context, but none was given"):
+                call(some_inputs(), context_mask=torch.ones(2, 14, dtype=torch.bool))
 
 
 def test_the_context_is_differentiated_once():
