@@ -186,10 +186,10 @@ def _replace_calls(
     def extend(*arguments: Any, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
         return extended(arguments[:count], arguments[count] if len(arguments) > count else state, options)
 
-    def forward(*inputs: Tensor, **options: Any) -> Tensor:
-        if len(inputs) > count or options.pop("context", None) is not None:
-            # a context, which the layer's own method refuses
-            return own_forward(*inputs, **options)
+    def forward(*inputs: Tensor, context: Tensor | None = None, **options: Any) -> Tensor:
+        if len(inputs) > count or context is not None:
+            # the layer's own method refuses a context
+            return own_forward(*inputs, **options, **given(context=context))
         return extend(*inputs, **options)[0]
 
     # messages are no part of a graph: a compiler breaks it here

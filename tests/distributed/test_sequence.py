@@ -330,6 +330,12 @@ def errors(rank: int) -> None:
         ValueError, match=r"blocks.0.mixer.inner is sharded already: call undo\(\) of what that returned"
     ):
         shard_sequence(model, group)
+    inner, x = named_attention("elu", num_heads=4, head_dim=4, causal=True), torch.randn(2, 4, 16)
+    rotary = MultiheadAttention(16, 4, inner, rotary=10.0)
+    shard_sequence(rotary, group)
+    for arguments, options in (((x, x), {}), ((x,), {"context": x})):
+        with pytest.raises(ValueError, match="cross attention has no order of queries and keys"):
+            rotary(*arguments, **options)
     assert sharding.layers == ["blocks.0.mixer.inner", "blocks.1.mixer.inner"]
     assert "2 layers" in str(sharding)
     before = model.eval()(tokens)
