@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from linattn.attention.base import InnerAttention
-from linattn.checks import check_numbers, given
+from linattn.checks import given
 from linattn.distributed.layers import Layers, layers_with_states, without_segment
 from linattn.distributed.parts import Group, process_group
 from linattn.distributed.scan import gathered
@@ -99,7 +99,6 @@ def shard_sequence(
     state."""
     if engine is not None and engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
-    check_numbers(**given(timeout=timeout))
     line = Line(process_group(group), timeout)
     chosen, reason, layers, problem = "", "", Layers({}, []), ""
     try:
@@ -110,11 +109,9 @@ def shard_sequence(
                 raise ValueError(f"{name or 'the model'} is sharded already: call undo() of what that returned")
     except ValueError as error:
         problem = str(error)
-    for rank, other in enumerate(line.texts(problem)):
-        if other:
-            raise ValueError(problem or f"rank {rank}: {other}")
     dtypes = ", ".join(sorted({str(x.dtype) for x in model.parameters()}))
-    line.agree(f"{type(model).__name__} with {len(layers.names)} layers by {chosen} and parameters of {dtypes}")
+    kind = type(model).__name__
+    line.agree(f"{kind} with {len(layers.names)} layers by {chosen} and parameters of {dtypes}", problem)
     sharding = SequenceSharding(chosen, reason, layers.names, line)
     for name, layer in layers.own.items():
         _hand_on(sharding, name or type(model).__name__, layer)

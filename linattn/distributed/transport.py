@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from linattn.checks import check_numbers, given
 from linattn.ops.nested import map_state, tensors_in, with_tensors
 
 # more messages than a model sends in a pass; each keeps its buffer alive until it has been received
@@ -30,10 +31,16 @@ _LENGTHS = 16
 
 class Line:
     """The ranks of a `group` in order, each of which exchanges messages with the rank before it and the one after it. A
-    rank that waits longer than `timeout` seconds (None: the group's limit) raises an error that names the message."""
+    rank that waits longer than `timeout` seconds (None: the group's limit) raises an error that names the message.
+
+    Raises ValueError for a timeout of less than a millisecond, and in a process outside of the group."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None = None):
+        # torch counts whole milliseconds, and takes 0 for its own limit
+        check_numbers(least=1e-3, **given(timeout=timeout))
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in the group, whose ranks alone may call this")
         self.timeout = None if timeout is None else timedelta(seconds=timeout)
         self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
         # whether the ranks are inside of a call that they have compared
@@ -100,16 +107,16 @@ class Line:
         rows = self.gather(F.pad(own, (0, max(lengths) - len(own))))
         return [_decoded(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
-    def texts(self, mine: str) -> list[str]:
-        """Return the texts of all ranks."""
-        everything = [""] * self.size
-        dist.all_gather_object(everything, mine, group=self.group)
-        return everything
-
-    def agree(self, mine: str) -> None:
-        """Raise ValueError on every rank unless the description `mine` is the same on all."""
-        first, *others = self.texts(mine)
-        for rank, text in enumerate(others, 1):
+    def agree(self, mine: str, problem: str = "") -> None:
+        """Raise ValueError on every rank if there is a `problem` on one, or if the description `mine` is not the same
+        on all."""
+        everything = [("", "")] * self.size
+        dist.all_gather_object(everything, (problem, mine), group=self.group)
+        for rank, (other, _) in enumerate(everything):
+            if other:
+                raise ValueError(problem or f"rank {rank}: {other}")
+        _, first = everything[0]
+        for rank, (_, text) in enumerate(everything):
             if text != first:
                 raise ValueError(f"all ranks must do the same, but rank 0 has {first}, and rank {rank} {text}")
 

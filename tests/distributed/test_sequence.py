@@ -301,7 +301,8 @@ def errors(rank: int) -> None:
     ]:
         with pytest.raises(ValueError, match=why):
             shard_sequence(bad, group)
-    for timeout in ("1", -1.0):
+    # torch counts milliseconds, and waits without a limit for none of them
+    for timeout in ("1", -1.0, 0, 1e-5):
         with pytest.raises(ValueError, match=f"timeout must be .*, but is {timeout!r}"):
             shard_sequence(small_model(), group, timeout=timeout)
     torch.manual_seed(0)
@@ -314,6 +315,16 @@ def errors(rank: int) -> None:
     ):
         with pytest.raises(ValueError, match=r"all ranks must do the same, but rank 0 has .*, and rank 1"):
             call()
+    others = dist.new_group([0])
+    if rank == 1:
+        for call in (
+            lambda: split_sequence(tokens, group=others),
+            lambda: sequence_loss(torch.randn(2, 8, 7), tokens, group=others),
+            lambda: last_state(tokens, group=others),
+            lambda: shard_sequence(small_model(), others),
+        ):
+            with pytest.raises(ValueError, match="rank 1 is not in the group"):
+                call()
     with pytest.raises(ValueError, match="number of ranks, 2, must divide that of tokens, but there are 7"):
         split_sequence(tokens[:, :7], group=group)
     present = torch.ones(2, 8, dtype=torch.bool)
