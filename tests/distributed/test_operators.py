@@ -109,6 +109,31 @@ def every_call(rank: int, size: int) -> None:
     ):
         with pytest.raises(ValueError, match=why):
             call()
+    state, beta, features = LinearState(drawn(4, 4), drawn(4)), x[..., 0].sigmoid(), drawn(5, 3)
+    linear, delta = sharded_linear_attention, distributed.sharded_delta_attention
+    # each is wrong on all ranks, or on one alone: no rank may wait for another, or attend without it
+    for call, why in (
+        (lambda: linear(features, x, x, group=group), "q and k must have the same number of features"),
+        (
+            lambda: linear(x, x, x, LinearState(drawn(5, 4), drawn(5)), group=group),
+            r"the state must have S \(..., 4, 4",
+        ),
+        (
+            lambda: linear(x, x, x, LinearState(state.S[0], state.z[0]), group=group),
+            r"S must be \(b, h, d, dv\), but is",
+        ),
+        (lambda: linear(x, x, x, LinearState(state.S.float(), state.z.float()), group=group), "must be torch.float64"),
+        (lambda: linear(x, x, x, group=group, log_decay=-x.abs().unsqueeze(2)), "log_decay must be"),
+        (lambda: linear(x, x[:, :1], x[:, :1], group=group, log_decay=-beta), "the batch and the heads of the keys"),
+        (lambda: linear(x, x, x, group=group, log_decay=x.abs() * (-1) ** rank), "log_decay must not be"),
+        (lambda: delta(x, x, x, beta[..., :3], group=group), r"beta must be \(..., 5\)"),
+        (lambda: delta(x, x, x, beta[0], group=group), r"beta must be \(b, h, n\), but is \(3, 5\)"),
+        (lambda: delta(x, x, x, beta, state.S[..., :3], group=group), r"the state must be \(..., 4, 4\)"),
+        (lambda: delta(x, x, x, beta, group=group, removal_key=features), "removal_key must be floating-point and"),
+        (lambda: delta(x, x, x, beta, group=group, scale=float(rank)), "rank 0 has .*, and rank 1 .*"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            call()
     wider = drawn(5, 6 if rank else 4)
     with pytest.raises(ValueError, match=r"all ranks must do the same, but rank 0 has .*, and rank 1 "):
         sharded_linear_attention(wider, wider, x, group=dist.group.WORLD)
