@@ -229,7 +229,8 @@ def hidden_matrices(model: nn.Module) -> set[int]:
 @contextmanager
 def _adapters(model: PreTrainedModel, teacher: PreTrainedModel, rank: int) -> Iterator[list[nn.Parameter]]:
     """Add LoRA adapters to the model's old linear maps inside the block, yield their weights, and merge them at the
-    end. The teacher has the weights without them until then. Hu et al., https://arxiv.org/abs/2106.09685"""
+    end, or remove them after an error. The teacher has the weights without them until then.
+    Hu et al., https://arxiv.org/abs/2106.09685"""
     with extra("cli"):
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -244,13 +245,15 @@ def _adapters(model: PreTrainedModel, teacher: PreTrainedModel, rank: int) -> It
     transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
     settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, fan_in_fan_out=transposed)
     inject_adapter_in_model(settings, model)
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    base: dict[str, Any] = {name: module.get_base_layer() for name, module in adapted.items()}
     try:
         yield [weight for name, weight in model.named_parameters() if "lora_" in name]
-    finally:
-        adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-        base: list[Any] = [module.get_base_layer() for _, module in adapted]
-        give_own_weights(teacher, [layer.weight for layer in base])
-        for name, module in adapted:
+        give_own_weights(teacher, [layer.weight for layer in base.values()])
+        # after an error the adapters are left out: a training that resumes has them in its checkpoint
+        for module in adapted.values():
             module.merge()
-            model.set_submodule(name, module.get_base_layer())
+    finally:
+        for name, layer in base.items():
+            model.set_submodule(name, layer)
         del model.peft_config

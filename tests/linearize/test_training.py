@@ -246,6 +246,27 @@ def test_a_checkpoint_of_another_training_is_refused_before_a_weight_changes(sta
     assert_close(conversion.model.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("lora", [None, 2])
+def test_an_interrupted_training_goes_on_with_the_same_model(lora, tmp_path):
+    weights, options = [], {"rates": Rates(1e-2, 1e-2, 1e-2), "lora": lora}
+    for folder in (None, tmp_path):
+        conversion, batches = start(DECODERS["llama"])
+        budget = Budget(steps=6, folder=folder, save_every=2)
+        if folder:
+
+            def fail(progress: Any) -> None:
+                if progress.step == 5:
+                    raise Interrupted
+
+            torch.manual_seed(1)
+            with pytest.raises(Interrupted):
+                fine_tune(conversion.model, conversion.teacher, batches, replace(budget, report=fail), **options)
+        torch.manual_seed(1)
+        fine_tune(conversion.model, conversion.teacher, batches, budget, **options)
+        weights.append(conversion.model.state_dict())
+    assert_close(weights[1], weights[0], rtol=0, atol=0)
+
+
 def validated(conversion: Any, batches: Any, budget: Budget) -> Budget:
     return replace(budget, validate=lambda model: {"distance": divergence(model, conversion.teacher, batches)})
 
