@@ -364,6 +364,7 @@ def test_a_seed_makes_the_new_weights(model, text, tmp_path, monkeypatch):
     ("options", "message"),
     [
         (("--keep", "7"), r"keep has \[7\]"),
+        (("--keep", "3/4"), "--keep 3/4 of 2 layers leaves none that becomes linear"),
         (("--minutes", "1"), "--minutes or --steps"),
         (("--context", "100000"), "--context 100,000 is longer than the 256 tokens"),
         (("--include", "b.txt", "--context", "256"), "too short"),

@@ -42,7 +42,7 @@ from linattn.linearize.command.work import open_work, say, work_folder
 from linattn.linearize.conversion import Conversion, convert, make_teacher, restore_layers
 from linattn.linearize.distance import Diverged, layer_errors
 from linattn.linearize.folder import load_linearized
-from linattn.linearize.plan import plan
+from linattn.linearize.plan import Plan, plan
 from linattn.linearize.processes import process_count, process_rank
 from linattn.linearize.scores import Scores, scores
 from linattn.linearize.stages import FIRST_STAGE, Rates, fine_tune, transfer
@@ -109,6 +109,8 @@ def _linearize(arguments: argparse.Namespace) -> int:
         keep = () if isinstance(arguments.keep, Fraction) else arguments.keep
         options = {name: getattr(arguments, name) for name in ("method", "window", "convolution")}
         layers = plan(model, batches[0], keep=keep, **options)
+        # a share that leaves no layer is refused before the training
+        _kept(arguments.keep, layers)
     say(layers)
     rank, out = process_rank(), arguments.out
     work = first_process_only(rank, out, partial(open_work, arguments))
@@ -185,8 +187,7 @@ def _train(
     bar = progress_bar("transfer", tokens, trackers.log)
     validate = partial(_layer_error, teacher, held_out[:VALIDATION])
     first = _stage("transfer", partial(transfer, model, teacher, batches), arguments, bar, validate)
-    if isinstance(keep, Fraction):
-        count = max(1, round(keep * len(conversion.plan.replaced)))
+    if count := _kept(keep, conversion.plan):
         choice = from_first(choose_layers(model, teacher, held_out[:CHOOSING], count))
         restore_layers(model, teacher, choice.kept)
         record |= {"kept": choice.kept, "divergence_with_one_restored": choice.restored}
@@ -202,6 +203,17 @@ def _train(
     record["validations"] = {name: stage.validations for name, stage in stages.items()}
     record["reset"] = _reset_if_worse(conversion, held_out, Scores(**record["swapped_in"]))
     return record | {"seconds": first.seconds + second.seconds}
+
+
+def _kept(keep: Fraction | tuple[int, ...], layers: Plan) -> int:
+    """Return the number of layers that are chosen to stay softmax: a share of those in the plan, at least one, or none
+    if `keep` names the layers."""
+    if not isinstance(keep, Fraction):
+        return 0
+    linear = len(layers.replaced)
+    if (count := max(1, round(keep * linear))) == linear:
+        raise ValueError(f"--keep {keep} of {linear} layers leaves none that becomes linear")
+    return count
 
 
 def _layer_error(teacher: PreTrainedModel, held_out: list[dict[str, Tensor]], model: PreTrainedModel) -> Figures:
