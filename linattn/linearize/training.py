@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
@@ -248,7 +249,6 @@ def _write_checkpoint(
     weights = {name: on_first(x) for name, x in _trained_weights(model).items()}
     state = {"weights": weights, "optimizer": tree_map(on_first, optimizer.state_dict())}
     if process_rank() == 0:
-        Path(folder).mkdir(parents=True, exist_ok=True)
         with atomic_file(Path(folder) / CHECKPOINT) as file:
             _save({**state, **record}, file)
 
@@ -274,17 +274,32 @@ def _save(checkpoint: dict[str, Any], path: Path) -> None:
 
 def saved_steps(folder: Path) -> int:
     """Return the number of steps before the last checkpoint in the folder, 0 if there is none."""
-    path = folder / CHECKPOINT
-    return len(torch.load(path, map_location="cpu", mmap=True)["losses"]) if path.exists() else 0
+    checkpoint = _last_checkpoint(folder)
+    return 0 if checkpoint is None else len(checkpoint["losses"])
+
+
+def _last_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the checkpoint in the folder, None if there is none. Raises ValueError if it cannot be read."""
+    if not (path := Path(folder) / CHECKPOINT).exists():
+        return None
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return {name: checkpoint[name] for name in ("weights", "optimizer", "losses", "seconds", "validations")}
+    # torch has no error of its own for a damaged file
+    except (OSError, RuntimeError, UnpicklingError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is no checkpoint, or a damaged one: delete it to begin anew ({error})") from error
 
 
 def _resume(model: PreTrainedModel, optimizer: Muon, folder: Any) -> tuple[list[float], float, dict[int, Figures]]:
     """Load the checkpoint in the folder, if there is one, and return the losses, seconds and validations before it.
 
-    Raises ValueError, before a weight changes, if the checkpoint is of a training with other weights."""
-    if folder is None or not (path := Path(folder) / CHECKPOINT).exists():
+    Raises ValueError, before a weight changes, if the checkpoint is of a training with other weights, and OSError if
+    there can be no such folder."""
+    if folder is not None:
+        # before the training, whose first steps would be lost
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    if folder is None or (checkpoint := _last_checkpoint(folder)) is None:
         return [], 0.0, {}
-    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     weights, known = checkpoint["weights"], _trained_weights(model)
     if different := sorted(_sizes(weights) ^ _sizes(known)):
         raise ValueError(

@@ -176,6 +176,12 @@ def test_an_interrupted_conversion_goes_on_and_ends_the_same(model, text, done, 
     assert work.exists() and not out.exists()
     assert linearize(model, text, out, "--keep", "1/4") == 2
     assert "begun with another keep" in capsys.readouterr().err
+    checkpoint = work / "transfer" / "checkpoint.pt"
+    content = checkpoint.read_bytes()
+    checkpoint.write_bytes(content[: len(content) // 2])
+    assert linearize(model, text, out, "--keep", "1/2") == 2
+    assert f"{checkpoint} is no checkpoint, or a damaged one" in capsys.readouterr().err
+    checkpoint.write_bytes(content)
     assert linearize(model, text, out, "--keep", "1/2") == 0
     assert not work.exists()
     assert (out / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()

@@ -3,6 +3,7 @@ not."""
 
 import copy
 import importlib
+import io
 import itertools
 import re
 from dataclasses import replace
@@ -265,6 +266,22 @@ def test_an_interrupted_training_goes_on_with_the_same_model(lora, tmp_path):
         fine_tune(conversion.model, conversion.teacher, batches, budget, **options)
         weights.append(conversion.model.state_dict())
     assert_close(weights[1], weights[0], rtol=0, atol=0)
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_the_training(tmp_path):
+    conversion, batches = start(DECODERS["llama"])
+    before, file = copy.deepcopy(conversion.model.state_dict()), tmp_path / "checkpoint.pt"
+    transfer(conversion.model, conversion.teacher, batches, Budget(steps=1, folder=tmp_path))
+    conversion.reset()
+    with pytest.raises(FileExistsError, match=re.escape(str(file))):
+        transfer(conversion.model, conversion.teacher, batches, Budget(steps=1, folder=file))
+    content, other = file.read_bytes(), io.BytesIO()
+    torch.save({"losses": []}, other)
+    for damaged in (content[: len(content) // 2], b"", b"losses", other.getvalue()):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{re.escape(str(file))} is no checkpoint, or a damaged one"):
+            transfer(conversion.model, conversion.teacher, batches, Budget(steps=1, folder=tmp_path))
+    assert_close(conversion.model.state_dict(), before, rtol=0, atol=0)
 
 
 def validated(conversion: Any, batches: Any, budget: Budget) -> Budget:

@@ -310,7 +310,8 @@ def open_trackers(arguments: argparse.Namespace, work: Path) -> Trackers:
     folder = work / TRACKS / arguments.out.name
     folder.mkdir(parents=True, exist_ok=True)
     identity = f"{arguments.out.resolve()} {json.dumps(facts)}"
-    step = sum(saved_steps(work / name) for name in ("transfer", "fine-tune"))
+    with explained(f"{work} cannot go on", ValueError):
+        step = sum(saved_steps(work / name) for name in ("transfer", "fine-tune"))
     return Trackers(names, folder, facts, identity=identity, step=step)
 
 
