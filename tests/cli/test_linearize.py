@@ -303,6 +303,16 @@ def test_a_report_is_made_again_where_the_teacher_and_the_data_have_moved(model,
     assert "without --steps, --lora" in capsys.readouterr().err
     assert again(model) == 2
     assert "has no conversion.json" in capsys.readouterr().err
+    before = (out / "report.json").read_bytes()
+    deeper = LlamaConfig(vocab_size=256, max_position_embeddings=256, **{**SIZE, "num_hidden_layers": 3})
+    LlamaForCausalLM(deeper).save_pretrained(tmp_path / "deeper")
+    assert main(["linearize", str(tmp_path / "deeper"), "--data", moved[1], "--report", str(out)]) == 2
+    assert f"{out} was not made from {tmp_path / 'deeper'}" in capsys.readouterr().err
+    assert (out / "report.json").read_bytes() == before
+    for damaged, message in (("[]", "it holds no object"), ("{}", "it has no settings, plan"), ("{", "is corrupt")):
+        (out / "conversion.json").write_text(damaged, encoding="utf-8")
+        assert again(out) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_report_finds_data_for_validation_from_another_folder_and_where_they_have_moved(

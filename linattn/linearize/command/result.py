@@ -61,8 +61,18 @@ def read_record(out: Path) -> Record:
     """Read the record of the conversion that made the folder."""
     if not (path := out / RECORD).is_file():
         raise CommandError(f"{out} is not of `linattn linearize`: it has no {RECORD}")
+    return read_json(path, "settings", "plan", "swapped_in", "losses", "validations", "reset", "seconds")
+
+
+def read_json(path: Path, *fields: str) -> Record:
+    """Read an object with these fields."""
     with explained(f"{path} is corrupt", ValueError):
-        return json.loads(path.read_bytes())
+        record = json.loads(path.read_bytes())
+        if not isinstance(record, dict):
+            raise ValueError("it holds no object")
+        if missing := [name for name in fields if name not in record]:
+            raise ValueError(f"it has no {', '.join(missing)}")
+        return record
 
 
 def write_report(

@@ -22,6 +22,7 @@ from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
 from linattn.console.processes import ending_together, first_process_only, from_first, joined_processes
 from linattn.console.trackers import Trackers, check_trackers
+from linattn.integrations.transformers.stock_attention.attention import OWN
 from linattn.linearize.choice import choose_layers
 from linattn.linearize.command.budget import STEP, budget_note
 from linattn.linearize.command.inputs import check_memory, load_model, read_text, trained_weights
@@ -31,6 +32,7 @@ from linattn.linearize.command.result import (
     RECORD,
     REPORT,
     Record,
+    read_json,
     read_record,
     report_command,
     settings,
@@ -148,12 +150,20 @@ def _report(arguments: argparse.Namespace, out: Path, record: Record, seconds: f
     stock, config = load_model(arguments)
     with explained(f"{out} cannot be loaded", OSError, ValueError, SafetensorError):
         model = load_linearized(out, dtype=stock.dtype, device_map={"": stock.device}).eval()
+    if _weights(stock) != _weights(model):
+        raise CommandError(f"{out} was not made from {arguments.model}, whose weights have other names or shapes")
     tokenizer, tokens, sizes = read_text(arguments, stock, config)
     teacher = make_teacher(stock, shared=True)
     held_out = held_out_batches(tokens.held_out, count=HELD_OUT, **sizes)
     with report_fails_alone(out):
         write_report(out, record, model, teacher, tokenizer, probe_text(tokens.held_out), held_out, seconds=seconds)
     return 0
+
+
+def _weights(model: PreTrainedModel) -> set[str]:
+    """Return the names and shapes of a model's weights, but for those of linear attention."""
+    weights = model.state_dict().items()
+    return {f"{name} {tuple(x.shape)}" for name, x in weights if OWN not in name.split(".")}
 
 
 @contextmanager
@@ -259,9 +269,8 @@ def _swapped_in(conversion: Conversion, held_out: list[dict[str, Tensor]], work:
             found = scores(conversion.model, conversion.teacher, held_out)
             seconds = (time.monotonic() - started) / len(held_out)
             write_atomically(path, json.dumps({"scores": found._asdict(), "seconds": seconds}))
-        with explained(f"{path} is corrupt", ValueError, KeyError, TypeError):
-            record = json.loads(path.read_bytes())
-            return record["scores"], record["seconds"]
+        record = read_json(path, "scores", "seconds")
+        return record["scores"], record["seconds"]
 
     return first_process_only(process_rank(), path, measured)
 

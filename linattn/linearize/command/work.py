@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from linattn.console.atomic import write_atomically
-from linattn.console.errors import CommandError, explained
-from linattn.linearize.command.result import settings
+from linattn.console.errors import CommandError
+from linattn.linearize.command.result import read_json, settings
 from linattn.linearize.processes import process_count, process_rank
 
 SETTINGS, PROCESSES = "settings.json", "number of processes"
@@ -31,11 +31,7 @@ def open_work(arguments: argparse.Namespace) -> Path:
         work.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(options, indent=2))
         return work
-    with explained(f"{path} is corrupt", ValueError):
-        before = json.loads(path.read_bytes())
-        if not isinstance(before, dict):
-            raise ValueError("it holds no settings")
-    before = {PROCESSES: 1} | before
+    before = {PROCESSES: 1} | read_json(path)
     if other := [name for name in options if options[name] != before.get(name)]:
         raise CommandError(f"{work} was begun with another {', '.join(other)}: give the same, or delete the folder")
     say(f"going on with {work}")
