@@ -113,7 +113,7 @@ def report_command(out: Path) -> str:
 def language_probes(config: PreTrainedConfig, text: Tensor, held_out: list[dict[str, Tensor]]) -> Probes:
     """Return the probes of a language model for the context that the `held_out` batches have."""
     context, limit = held_out[0]["input_ids"].shape[1], positions(config)
-    lengths = [times * context for times in TIMES if times * context < limit]
+    lengths = [times * context for times in TIMES if times * context <= limit]
     return Probes(
         text=text,
         recall_lengths=[length for length in lengths if 64 <= length < len(text) - 64],

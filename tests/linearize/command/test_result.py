@@ -8,7 +8,7 @@ from linattn.linearize.probes import costs, greedy_agreement, recall
 from tests.integrations.transformers.stock_attention.families import DECODERS, VOCABULARY, make
 
 
-@pytest.mark.parametrize(("positions", "lengths"), [(70, []), (87, []), (88, [64])])
+@pytest.mark.parametrize(("positions", "lengths"), [(64, []), (70, []), (87, []), (88, [64])])
 def test_probes_fit_into_the_models_positions(positions, lengths):
     """A cost is that of 24 tokens after the context."""
     model, text = make(DECODERS["gpt2"], torch.float32, n_positions=positions), torch.randint(3, VOCABULARY, (200,))
