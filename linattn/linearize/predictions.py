@@ -181,9 +181,9 @@ def predicts_next(model: PreTrainedModel) -> bool:
 
 
 def with_labels(model: PreTrainedModel, batch: Batch) -> Batch:
-    """Return a language model's batch with its tokens as labels, if it has none. Padding gets no label, and neither
-    does a token after it, as a missing token predicts nothing."""
-    if "labels" in batch or not predicts_next(model):
+    """Return a language model's batch with its tokens as labels, if it has tokens and no labels. Padding gets no label,
+    and neither does a token after it, as a missing token predicts nothing."""
+    if "labels" in batch or "input_ids" not in batch or not predicts_next(model):
         return batch
     labels, mask = batch["input_ids"], batch.get("attention_mask")
     if mask is not None:

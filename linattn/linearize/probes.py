@@ -64,11 +64,7 @@ def greedy_agreement(model: PreTrainedModel, teacher: PreTrainedModel, prompts: 
 def needles(text: Tensor, length: int, *, rows: int, known: bool) -> Tensor:
     """Return rows of `length` tokens from a long text. Each ends with a passage from elsewhere in the text; if `known`,
     it begins with this passage, too."""
-    if length < 2 * NEEDLE or len(text) < length + NEEDLE:
-        raise ValueError(
-            f"a row must have at least {2 * NEEDLE} tokens and fit into the text with a passage of {NEEDLE}, but has "
-            f"{length} and the text {len(text)}"
-        )
+    check_needles(text, length)
     random, samples = torch.Generator().manual_seed(0), []
     for _ in range(rows):
         start, other = (int(torch.randint(len(text) - n + 1, (), generator=random)) for n in (length, NEEDLE))
@@ -78,6 +74,15 @@ def needles(text: Tensor, length: int, *, rows: int, known: bool) -> Tensor:
             row[:NEEDLE] = passage
         samples.append(row)
     return torch.stack(samples)
+
+
+def check_needles(text: Tensor, length: int) -> None:
+    """Raise ValueError unless rows of this `length` can be made from the text."""
+    if length < 2 * NEEDLE or len(text) < length + NEEDLE:
+        raise ValueError(
+            f"a row must have at least {2 * NEEDLE} tokens and fit into the text with a passage of {NEEDLE}, but has "
+            f"{length} and the text {len(text)}"
+        )
 
 
 @torch.no_grad()

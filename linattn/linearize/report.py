@@ -12,13 +12,23 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linattn.checks import check_fields, check_numbers, check_types, given
+from linattn.checks import check_fields, check_numbers, check_sizes, check_types, given
 from linattn.linearize.attention import linearized_layers, own_attention
 from linattn.linearize.calls import Batch
 from linattn.linearize.controls import CONTROLS, controlled, entropies
 from linattn.linearize.distance import layer_errors, require_batches
-from linattn.linearize.probes import Cost, Generated, costs, fused_softmax, greedy_agreement, needles, recall
+from linattn.linearize.probes import (
+    Cost,
+    Generated,
+    check_needles,
+    costs,
+    fused_softmax,
+    greedy_agreement,
+    needles,
+    recall,
+)
 from linattn.linearize.scores import Scores, batch_scores, mean_scores
+from linattn.nn.checks import check_indices
 
 BEFORE, SWAPPED, AFTER = "teacher", "swapped in", "linear"
 WINDOW, OFF = "window alone", "linear part off"
@@ -151,7 +161,8 @@ class Probes:
     """Says how much to measure of a language model; encoders have no probes.
 
     `prompts` (rows, n) are continued by `new_tokens`. `recall_rows` rows of each of the `recall_lengths` end with a
-    passage of the `text`, which has more tokens than the longest row. A token is timed after each of `cost_lengths`."""
+    passage of 32 tokens of the `text`, which has at least so many more than the longest row. A token is timed after
+    each of `cost_lengths`."""
 
     text: Tensor | None = None
     recall_lengths: Sequence[int] = ()
@@ -162,6 +173,15 @@ class Probes:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_sizes(recall_rows=self.recall_rows, new_tokens=self.new_tokens, cost_lengths=tuple(self.cost_lengths))
+        if self.prompts is not None:
+            check_indices(self.prompts, None, name="prompts")
+            if not self.prompts.numel():
+                raise ValueError(f"prompts must have a token in each row, but are {tuple(self.prompts.shape)}")
+        for length in self.recall_lengths:
+            if self.text is None:
+                raise ValueError("rows to recall from need a text: give Probes one")
+            check_needles(self.text, length)
 
 
 class Clock:
@@ -265,8 +285,7 @@ def _layers(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[
 
 
 def _recall(model: PreTrainedModel, teacher: PreTrainedModel, probes: Probes, length: int) -> Recall:
-    if probes.text is None:
-        raise ValueError("rows to recall from need a text: give Probes one")
+    assert probes.text is not None
     rows, without = (needles(probes.text, length, rows=probes.recall_rows, known=known) for known in (True, False))
     with controlled(model, CONTROLS[WINDOW]):
         window = recall(model, rows)

@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache
 from linattn.integrations.transformers.state_layer import cache_bytes
 from linattn.linearize import (
     CONTROLS,
+    Budget,
     Conversion,
     Probes,
     Report,
@@ -20,6 +21,7 @@ from linattn.linearize import (
     controlled,
     convert,
     entropies,
+    fine_tune,
     linearized_layers,
     plan,
     report,
@@ -309,6 +311,33 @@ def test_the_report_has_every_part_as_json():
     assert [len(sample["teacher"]) for sample in record["generated"]["samples"]] == [4, 4]
     assert stages == ["scores", "generated text", "layers", "recall over 64 tokens", "a token after 8"]
     assert found.left_out == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"new_tokens": 0}, "new_tokens must be a whole number of at least 1, but is 0"),
+        ({"recall_rows": 0}, "recall_rows must be a whole number of at least 1, but is 0"),
+        ({"cost_lengths": [8, 0]}, r"cost_lengths must be a whole number of at least 1, but is \(8, 0\)"),
+        ({"prompts": torch.ones(4).long()}, r"prompts must be int64 or int32 \(b, n\), but are torch.int64 \(4,\)"),
+        ({"prompts": torch.ones(2, 4)}, r"prompts must be int64 or int32 \(b, n\), but are torch.float32 \(2, 4\)"),
+        ({"prompts": torch.ones(2, 0).long()}, r"prompts must have a token in each row, but are \(2, 0\)"),
+        ({"recall_lengths": (64,)}, "need a text"),
+        ({"recall_lengths": (64,), "text": torch.ones(95).long()}, "has 64 and the text 95"),
+    ],
+)
+def test_probes_that_cannot_be_measured_are_refused_before_any_measurement(options, message):
+    with pytest.raises(ValueError, match=message):
+        Probes(**options)
+
+
+def test_embeddings_in_the_place_of_tokens_have_scores_without_a_loss():
+    made, batches = start(DECODERS["llama"])
+    embedded = [{"inputs_embeds": made.model.get_input_embeddings()(each["input_ids"]).detach()} for each in batches]
+    found, expected = (scores(made.model, made.teacher, given) for given in (embedded, batches))
+    assert (found.loss, found.losses) == (None, ()) and expected.loss is not None
+    assert report(made.model, made.teacher, embedded).scores["linear"] == found
+    assert fine_tune(made.model, made.teacher, embedded, Budget(steps=1)).steps == 1
 
 
 def test_a_report_ends_in_time_with_two_batches_at_least():
