@@ -47,8 +47,10 @@ class _Arrival(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         own = [grad for grad, learned in zip(grads, ctx.learned, strict=True) if learned]
-        if own:
-            ctx.line.send(packed(own).to(ctx.line.device), ctx.line.rank - 1)
+        message = packed(own).to(ctx.line.device)
+        # nobody receives the gradient of a state without numbers, as that of softmax after no token
+        if len(message):
+            ctx.line.send(message, ctx.line.rank - 1)
         return None, dx, None, *(None for _ in grads)
 
 

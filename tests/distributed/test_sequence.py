@@ -119,6 +119,18 @@ def test_four_parts_with_masks_equal_the_whole(engine: str):
     run_in_group(4, every_kind, 4, engine)
 
 
+def empty_parts(rank: int, engine: str) -> None:
+    for cut in ([0, 23], [23, 0]):
+        with patch.dict(CUTS, {2: cut}):
+            for name, options in KINDS.items():
+                whole_equals_parts(rank, 2, name, options, "none", engine)
+
+
+@every_engine
+def test_a_rank_may_have_no_tokens(engine: str):
+    run_in_group(2, empty_parts, engine)
+
+
 def outputs_and_gradients(module: nn.Module, x: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, list[Tensor]]:
     y = module(x, **options)
     parameters = [*module.parameters(), *([x] if x.requires_grad else [])]
