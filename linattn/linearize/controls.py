@@ -103,7 +103,10 @@ def entropies(model: PreTrainedModel, batch: Batch) -> dict[str, float]:
         weights = call.attend(inner, call.scaled_queries(), call.k, one_hot, call.gates).abs()
         shares = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
         entropy = torch.special.entr(shares).sum(-1, keepdim=True) / math.log(2)
-        bits[call.name] = float(call.present_tokens(entropy).mean())
+        present = call.present_tokens(entropy)
+        if not present.numel():
+            raise ValueError("the batch must have a present token, but has none")
+        bits[call.name] = float(present.mean())
 
     observe(model, batch, note)
     return bits

@@ -75,6 +75,8 @@ def layer_errors(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequ
     errors: dict[int, list[float]] = {}
 
     def note(index: int, outputs: LayerOutputs) -> None:
+        if outputs.mask is not None and not outputs.mask.any():
+            raise ValueError("each batch must have a present token, but one has none")
         errors.setdefault(index, []).append(float(relative_error(*outputs)))
 
     with evaluating(model):

@@ -185,7 +185,8 @@ def with_labels(model: PreTrainedModel, batch: Batch) -> Batch:
     and neither does a token after it, as a missing token predicts nothing."""
     if "labels" in batch or "input_ids" not in batch or not predicts_next(model):
         return batch
-    labels, mask = batch["input_ids"], batch.get("attention_mask")
+    # models take int32 tokens too, unlike torch's loss
+    labels, mask = batch["input_ids"].long(), batch.get("attention_mask")
     if mask is not None:
         present = mask != 0
         labels = labels.masked_fill(~(present & F.pad(present, (1, -1))), NO_LABEL)

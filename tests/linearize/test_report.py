@@ -22,6 +22,7 @@ from linattn.linearize import (
     convert,
     entropies,
     fine_tune,
+    layer_errors,
     linearized_layers,
     plan,
     report,
@@ -329,6 +330,22 @@ def test_the_report_has_every_part_as_json():
 def test_probes_that_cannot_be_measured_are_refused_before_any_measurement(options, message):
     with pytest.raises(ValueError, match=message):
         Probes(**options)
+
+
+def test_a_batch_without_present_tokens_has_no_errors_of_layers_and_no_entropies():
+    made, batches = start(DECODERS["llama"])
+    absent = {**batches[0], "attention_mask": torch.zeros_like(batches[0]["input_ids"])}
+    with pytest.raises(ValueError, match="each batch must have a present token, but one has none"):
+        layer_errors(made.model, made.teacher, [batches[0], absent])
+    with pytest.raises(ValueError, match="the batch must have a present token, but has none"):
+        entropies(made.model, absent)
+
+
+def test_tokens_in_int32_are_those_in_int64():
+    made, batches = start(DECODERS["llama"])
+    short = [{**each, "input_ids": each["input_ids"].int()} for each in batches]
+    assert scores(made.model, made.teacher, short) == scores(made.model, made.teacher, batches)
+    assert fine_tune(made.model, made.teacher, short, Budget(steps=1)).steps == 1
 
 
 def test_embeddings_in_the_place_of_tokens_have_scores_without_a_loss():
