@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from linattn.checks import check_tensors
 from linattn.distributed.transport import Line
 from linattn.models.loss import NO_LABEL
 from linattn.nn.checks import check_indices
@@ -20,12 +21,15 @@ Group = DeviceMesh | dist.ProcessGroup
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
-    """Return the process group of a mesh of one dimension, or the group itself."""
+    """Return the process group of a mesh of one dimension, or the group itself. Raises ValueError for another mesh, and
+    in a process outside of it."""
     if not isinstance(group, DeviceMesh):
         return group
     if group.ndim != 1:
         name = (group.mesh_dim_names or ("name",))[0]
-        raise ValueError(f"a mesh of one dimension is needed, as mesh[{name!r}], but it has {group.ndim}")
+        raise ValueError(f"a mesh of one dimension is needed, such as mesh[{name!r}], but it has {group.ndim}")
+    if group.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh, whose ranks alone may call this")
     return group.get_group()
 
 
@@ -77,7 +81,10 @@ def sequence_loss(logits: Float[Tensor, "b n v"], labels: TokenIds, *, group: Gr
 
     Each rank gets the gradients from its own tokens, times the number of ranks. Averaged over the ranks, as DDP and
     FSDP do, they are the gradients of the whole sequence."""
+    check_tensors(logits=logits, labels=labels)
     check_indices(labels, None, name="labels")
+    if logits.ndim != 3 or not logits.is_floating_point():
+        raise ValueError(f"logits must be floating-point (b, n, v), but are {logits.dtype} {tuple(logits.shape)}")
     if labels.shape != logits.shape[:2]:
         raise ValueError(f"labels must be {tuple(logits.shape[:2])}, as the logits, but are {tuple(labels.shape)}")
     line = Line(process_group(group))

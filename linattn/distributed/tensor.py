@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from linattn.distributed.parts import process_group
 from linattn.distributed.plan import Plan
 from linattn.distributed.shares import compute_globally, compute_locally, over_ranks, summed
 
@@ -48,9 +49,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> TensorSharding:
     All ranks must draw the same random numbers, for example for dropout. Raises ValueError, before anything changes, if
     the number of ranks does not divide the heads of a part or the hidden units, and for an attention whose heads no
     rule says how to share."""
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        came = f"it has {mesh.ndim}" if isinstance(mesh, DeviceMesh) else f"this is a {type(mesh).__name__}"
-        raise ValueError(f"a mesh of one dimension is needed, such as mesh['tp'], but {came}")
+    if not isinstance(mesh, DeviceMesh):
+        kind = type(mesh).__name__
+        raise ValueError(f"a mesh of one dimension is needed, such as mesh['tp'], but this is a {kind}")
+    process_group(mesh)
     if any(isinstance(tensor, DTensor) for tensor in model.parameters()):
         raise ValueError("the parameters are DTensors already: call tensor_parallel once, and before fully_shard")
     plan = Plan(model, mesh)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -206,6 +206,9 @@ def labels(rank: int) -> None:
     )
     with pytest.raises(ValueError, match=r"labels must be \(3, 12\), as the logits, but are \(12, 3\)"):
         sequence_loss(logits, part.labels.mT, group=group)
+    for wrong in (logits[0], logits[0, 0, 0], logits.long()):
+        with pytest.raises(ValueError, match=r"logits must be floating-point \(b, n, v\), but are torch"):
+            sequence_loss(wrong, part.labels, group=group)
     with pytest.raises(ValueError, match=r"labels must be int64 or int32"):
         split_sequence(tokens, tokens.double(), group=group)
 
@@ -327,15 +330,17 @@ def errors(rank: int) -> None:
     ):
         with pytest.raises(ValueError, match=r"all ranks must do the same, but rank 0 has .*, and rank 1"):
             call()
-    others = dist.new_group([0])
+    others, other_mesh = dist.new_group([0]), DeviceMesh("cpu", [0])
     if rank == 1:
         for call in (
+            lambda: split_sequence(tokens, group=other_mesh),
+            lambda: tensor_parallel(small_model(), other_mesh),
             lambda: split_sequence(tokens, group=others),
             lambda: sequence_loss(torch.randn(2, 8, 7), tokens, group=others),
             lambda: last_state(tokens, group=others),
             lambda: shard_sequence(small_model(), others),
         ):
-            with pytest.raises(ValueError, match="rank 1 is not in the group"):
+            with pytest.raises(ValueError, match=r"rank 1 is not in the (group|mesh), whose ranks alone may call this"):
                 call()
     with pytest.raises(ValueError, match="number of ranks, 2, must divide that of tokens, but there are 7"):
         split_sequence(tokens[:, :7], group=group)
