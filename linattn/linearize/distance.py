@@ -1,7 +1,7 @@
 """The distance of a linearized model from its teacher: of their outputs, and layer by layer."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -64,7 +64,9 @@ def divergence(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequen
 
 
 def require_batches(batches: Sequence[Batch]) -> None:
-    if not batches:
+    if isinstance(batches, Mapping) or not hasattr(batches, "__len__"):
+        raise ValueError(f"batches must be a sequence of batches, but are a {type(batches).__name__}")
+    if not len(batches):
         raise ValueError("give at least one batch: there is none to run the model on")
 
 

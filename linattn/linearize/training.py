@@ -201,7 +201,9 @@ class _Trainer:
         due, figures = share == 1 or step % budget.save_every == 0, {}
         if due and budget.validate is not None:
             with autocast:
-                figures = self.validations[step] = dict(budget.validate(self.model))
+                found = budget.validate(self.model)
+            # numbers of other packages, such as numpy's, could not be read from a checkpoint
+            figures = self.validations[step] = {name: float(x) for name, x in found.items()}
         if due and budget.folder is not None:
             record = {"losses": self.losses, "seconds": self.seconds, "validations": self.validations}
             _write_checkpoint(budget.folder, self.model, self.optimizer, record)

@@ -7,8 +7,10 @@ import io
 import itertools
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -247,6 +249,14 @@ def test_a_checkpoint_of_another_training_is_refused_before_a_weight_changes(sta
     assert_close(conversion.model.state_dict(), before, rtol=0, atol=0)
 
 
+def test_figures_of_any_package_are_in_the_checkpoint(tmp_path):
+    conversion, batches = start(DECODERS["llama"])
+    budget = Budget(steps=1, folder=tmp_path, validate=lambda model: {"a": np.float64(0.5), "b": torch.tensor(2.0)})
+    for steps in (1, 2):
+        training = transfer(conversion.model, conversion.teacher, batches, replace(budget, steps=steps))
+        assert training.validations[steps] == training.validations[1] == {"a": 0.5, "b": 2.0}
+
+
 @pytest.mark.parametrize("lora", [None, 2])
 def test_an_interrupted_training_goes_on_with_the_same_model(lora, tmp_path):
     weights, options = [], {"rates": Rates(1e-2, 1e-2, 1e-2), "lora": lora}
@@ -404,6 +414,11 @@ def test_wrong_calls_are_refused():
     for use in (divergence, layer_errors, lambda *given: choose_layers(*given, 1)):
         with pytest.raises(ValueError, match="at least one batch"):
             use(model, teacher, [])
+    stages = [partial(stage, budget=Budget(steps=1)) for stage in STAGES.values()]
+    for use in (divergence, layer_errors, scores, *stages):
+        for some in (batches[0], iter(batches)):
+            with pytest.raises(ValueError, match=r"batches must be a sequence of batches, but are a (dict|list_)"):
+                use(model, teacher, some)
     with pytest.raises(ValueError, match="a batch holds the arguments of a call by name"):
         divergence(model, teacher, [batches])
     for stage in STAGES.values():
