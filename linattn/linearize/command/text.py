@@ -25,7 +25,8 @@ MASKED = 0.15
 """The share of tokens that is hidden from a masked language model, as in BERT's training."""
 PROMPT_END = 100
 """The number of characters that a report shows of each prompt."""
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
+"""The files of tokenizers: of today's, and vocab.json, vocab.txt or spiece.model of older folders."""
 
 
 class Tokens(NamedTuple):
@@ -45,7 +46,7 @@ class WindowSizes(NamedTuple):
 def load_tokenizer(model: str, config: PreTrainedConfig) -> Any:
     """Return the model's tokenizer, or None if it has none and its vocabulary is large enough for all bytes."""
     folder = Path(model)
-    if not folder.is_dir() or any((folder / name).exists() for name in TOKENIZERS):
+    if not folder.is_dir() or any(any(folder.glob(name)) for name in TOKENIZERS):
         # a damaged file may raise any exception
         with explained(f"the tokenizer of {model} cannot be loaded", Exception):
             return AutoTokenizer.from_pretrained(model)

@@ -8,14 +8,20 @@ import pytest
 import tokenizers
 import torch
 from tokenizers import processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from linattn.console.errors import CommandError
 from linattn.data import corpus
 from linattn.data.corpus import Choice
 from linattn.data.row import Piece, TokenRow
 from linattn.linearize.calls import run
-from linattn.linearize.command.text import ModelEncoder, TrainingBatches, held_out_batches, read_tokens
+from linattn.linearize.command.text import (
+    ModelEncoder,
+    TrainingBatches,
+    held_out_batches,
+    load_tokenizer,
+    read_tokens,
+)
 from linattn.nn.modes import evaluating
 
 TEXTS = [f"the {'cat ' * (number % 5)}sees {number % 10}" for number in range(40)]
@@ -67,6 +73,27 @@ def test_data_are_tokenized_once_until_they_or_the_tokenizer_change(tmp_path, mo
     assert read("<s> $0") == [1, *before] and len(calls) == 4
     path.write_text("the cat sees 2 " * 99)
     assert read() != before and len(calls) == 6
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "<|endoftext|>", "t", "h", "e", "th"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [
+        ("gpt2", {"vocab.json": json.dumps({x: i for i, x in enumerate(WORDS)}), "merges.txt": "t h\nth e"}),
+        ("bert", {"vocab.txt": "\n".join(WORDS)}),
+    ],
+)
+def test_an_older_folder_has_a_tokenizer(kind, files, tmp_path):
+    config = AutoConfig.for_model(kind, vocab_size=256)
+    config.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path), config) is None
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    found = load_tokenizer(str(tmp_path), config)
+    assert found is not None
+    assert found("the", add_special_tokens=False)["input_ids"] == [WORDS.index("the")]
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused():
