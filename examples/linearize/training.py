@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
 from examples.linearize.task import Data, Task, measure
+from linattn.console.atomic import atomic_folder
 from linattn.console.muon import Muon
 from linattn.linearize.stages import hidden_matrices
 
@@ -75,5 +76,6 @@ def teacher(task: Task, seed: int, folder: Path, report: Report = print) -> PreT
     seconds, _ = fit(model, data, task, steps=task.steps, lr=task.lr, report=report)
     report(f"{path.name}: {measure(model, data.held_out())}, {seconds:.0f} s")
     model.config.training_seconds = round(seconds, 1)
-    model.save_pretrained(path)
+    with atomic_folder(path) as partial:
+        model.save_pretrained(partial)
     return model

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from examples.linearize import byte_lm, encoder, recall, report, run, speech, vision
 from examples.linearize.task import measure
-from examples.linearize.training import fit
+from examples.linearize.training import fit, teacher
 
 TASKS = {name: replace(task, steps=4) for name, task in run.TASKS.items()}
 
@@ -117,6 +118,24 @@ def test_controls_take_orthogonal_steps_and_teachers_do_not(orthogonal):
         found = torch.linalg.svdvals(matrix.detach() - old)
         # the first gradients have few directions: a step of AdamW has one that is far larger than the others
         assert found[0] > 0 and (found.mean() > 0.14 * found[0]) == orthogonal
+
+
+def test_a_teacher_whose_writing_is_interrupted_is_trained_again(tmp_path, monkeypatch):
+    task = TASKS["encoder"]
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedConfig, "save_pretrained", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            teacher(task, 0, tmp_path)
+    steps: list[str] = []
+    teacher(task, 0, tmp_path, steps.append)
+    assert steps
+    steps.clear()
+    teacher(task, 0, tmp_path, steps.append)
+    assert not steps
+
+
+def _interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")
