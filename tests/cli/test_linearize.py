@@ -289,6 +289,10 @@ def test_two_processes_linearize_as_one_also_after_one_was_killed(model, text, t
 
 def test_a_report_is_made_again_where_the_teacher_and_the_data_have_moved(model, text, done, tmp_path, capsys):
     out = shutil.copytree(done, tmp_path / "linear")
+    # a process that was killed after it had written the model leaves its folder
+    work = tmp_path / "linear.unfinished"
+    (work / "tracks" / "linear").mkdir(parents=True)
+    (work / "tracks" / "linear" / "events").write_text("", encoding="utf-8")
     moved = [str(shutil.copytree(folder, tmp_path / folder.name)) for folder in (model, text)]
     record = json.loads((out / "conversion.json").read_text("utf-8"))
     record["settings"] |= {"model": "/nowhere", "data": ["/nowhere"]}
@@ -296,6 +300,7 @@ def test_a_report_is_made_again_where_the_teacher_and_the_data_have_moved(model,
     assert again(out) == 2
     assert "/nowhere cannot be loaded from the Hub, and there is no such folder here" in capsys.readouterr().err
     assert main(["linearize", moved[0], "--data", moved[1], "--report", str(out)]) == 0
+    assert (out / "events").exists() and not work.exists()
     found, expected = (json.loads((folder / "report.json").read_text("utf-8")) for folder in (out, done))
     assert found["scores"] == expected["scores"]
     assert (out / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()

@@ -92,7 +92,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if record["settings"] != settings(arguments):
         raise CommandError(f"{arguments.out} exists already, made with other options: choose another --out")
     say(f"{arguments.out} has its model: going on with the report")
-    _end_work(arguments.out)
     return _report(arguments, arguments.out, record, REPORT_SHARE * record["seconds"])
 
 
@@ -146,7 +145,9 @@ def _report_again(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace, out: Path, record: Record, seconds: float | None) -> int:
-    """Load the model of a finished conversion and its teacher, and write the report."""
+    """Load the model of a finished conversion and its teacher, and write the report. End the work, if the process that
+    wrote the model did not."""
+    _end_work(out)
     stock, config = load_model(arguments)
     with explained(f"{out} cannot be loaded", OSError, ValueError, SafetensorError):
         model = load_linearized(out, dtype=stock.dtype, device_map={"": stock.device}).eval()
