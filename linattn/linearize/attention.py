@@ -132,7 +132,8 @@ class LinearizedAttention(InnerAttention):
         if self.window is None or share is None:
             return y, (past, None)
         local, window_past = _results(self.window, q, k, v, window_past, key_mask)
-        return torch.lerp(local, y, share.unsqueeze(-1)), (past, window_past)
+        # under autocast, queries and keys after a norm are wider than values, and so are outputs of the delta rule
+        return torch.lerp(local, y.to(local.dtype), share.to(local.dtype).unsqueeze(-1)), (past, window_past)
 
     def _checked_state(self, state: Any) -> Any:
         return checked_parts(state, 2)

@@ -49,6 +49,15 @@ def test_pieces_make_the_whole(window):
     assert_close(torch.cat(pieces, 2), whole)
 
 
+@pytest.mark.parametrize("method", ["elu", "gated_delta", "kda"])
+def test_under_autocast_queries_and_keys_may_be_wider_than_values(method):
+    """They are where a model normalizes them."""
+    own, (q, k, v) = attention(method=method).float(), (x.float() for x in inputs(9))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, gates = own.prepare(torch.randn(2, 9, 12), None, None)
+        assert own(q, k, v.bfloat16(), gates=gates).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_arguments_are_checked_as_everywhere(causal):
     own, (q, k, v) = attention(causal=causal), inputs(5)
