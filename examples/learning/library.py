@@ -122,6 +122,10 @@ MODELS = {
     "hybrid2+convolution": _hybrid("gated_delta", "local", "gated_delta", "gated_delta"),
     "softmax hybrid+convolution": _hybrid("gated_delta", "gated_delta", "gated_delta", "softmax"),
 }
+# queries and keys as many times as wide, and with them the states
+MODELS |= {
+    f"hybrid256+keys{width}+convolution": replace(MODELS["hybrid256+convolution"], key_dim=width) for width in (64, 128)
+}
 # the convolutions are on the projections to q, k and v instead of their inputs, with a SiLU
 SILU = {
     name.replace("convolution", "silu4"): replace(model, convolution_on="projections") for name, model in MODELS.items()

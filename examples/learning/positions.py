@@ -56,6 +56,8 @@ SIZES, BATCH, RATE = "--dim 128 --num-heads 4 --window 64", 2_048, 5e-3
 METHODS = {
     # the command's own choice
     "hybrid+induction": "",
+    "hybrid+keys128+induction": "--key-dim 128",
+    "hybrid+keys256+induction": "--key-dim 256",
     "hybrid": "--no-induction",
     "hybrid+keys128": "--key-dim 128 --no-induction",
     "softmax": "--attention softmax --no-induction",
