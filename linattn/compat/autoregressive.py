@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linattn.checks import check_types
+from linattn.checks import check_tensors, check_types
 from linattn.generation.sampling import Sampling, k_largest, nucleus, penalised
 from linattn.generation.streams import stream
 from linattn.models.loss import next_token_loss
 from linattn.nn.branch import Call
+from linattn.nn.checks import check_indices, check_mask
 from linattn.nn.modes import evaluating
 from linattn.types import TokenIds
 
@@ -85,6 +86,9 @@ class WrapperBase(nn.Module, ABC):
 
     def __init__(self, net: Any, ignore_index: int, pad_value: int):
         super().__init__()
+        # not its class, which torch.compile changes
+        if not getattr(net, "gives_logits", False):
+            raise ValueError(f"net must be a language model that returns logits, not this {type(net).__name__}")
         if not net.causal:
             raise ValueError("only a causal model predicts the next token: make the net with causal=True")
         self.net, self.ignore_index, self.pad_value = net, ignore_index, pad_value
@@ -93,9 +97,11 @@ class WrapperBase(nn.Module, ABC):
     def _logits_or_loss(self, x: TokenIds, call: Call, *, return_loss: bool) -> LogitsOrLoss:
         """Return the net's logits or their loss, with the masks and the context in `call`. If the mask of x lacks the
         last column, the last token is present."""
+        check_indices(x, None, name="x")
         mask, seen = call.key_mask, slice(-1) if return_loss else slice(None)
-        if mask is not None and mask.shape[1] == x.shape[1] - 1:
+        if isinstance(mask, Tensor) and mask.shape == (len(x), x.shape[1] - 1):
             mask = F.pad(mask, (0, 1), value=True)
+        check_mask(x, mask)
         present = {self.mask_name: None if mask is None else mask[:, seen]}
         logits = self.net(x[:, seen], **present, context=call.context, context_mask=call.context_mask)
         return next_token_loss(logits, x, key_mask=mask, ignore_index=self.ignore_index) if return_loss else logits
@@ -106,7 +112,11 @@ class WrapperBase(nn.Module, ABC):
     ) -> Int[Tensor, "*b k"]:
         """Return `count` new tokens per row, fewer if all have ended; after its `eos_token` a row is `pad_value`.
         `call` has the mask of `start` and the context."""
-        tokens = torch.atleast_2d(start)
+        check_tensors(start=start)
+        tokens = start.unsqueeze(0) if start.ndim == 1 else start
+        check_indices(tokens, call.key_mask, name="start")
+        # the net itself refuses a context that it does not read
+        call.checked(attends=True, reason="")
         present = torch.ones_like(tokens, dtype=torch.bool) if call.key_mask is None else call.key_mask
         rows: list[list[int]] = [row[kept].tolist() for row, kept in zip(tokens, present, strict=True)]
         new: list[list[int]] = [[] for _ in rows]

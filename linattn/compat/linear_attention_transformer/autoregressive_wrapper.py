@@ -41,6 +41,7 @@ class AutoregressiveWrapper(WrapperBase):
             x, input_mask = self._padded(x, input_mask)
         return self._logits_or_loss(x, Call(input_mask, context, context_mask), return_loss=return_loss)
 
+    @check_types
     def generate(
         self,
         start_tokens: Int[Tensor, "*b n"],

@@ -34,6 +34,7 @@ class AutoregressiveWrapper(WrapperBase):
         lack the column of the last token."""
         return self._logits_or_loss(x, Call(mask, context, context_mask), return_loss=return_loss)
 
+    @check_types
     def generate(
         self,
         start_tokens: Int[Tensor, "*b n"],

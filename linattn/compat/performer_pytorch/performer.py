@@ -17,6 +17,7 @@ from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdate
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import AxialPositions, LearnedPositions, ScaleNorm, SinusoidalPositions
 from linattn.nn.branch import Call
+from linattn.nn.checks import check_indices
 from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
 
 # the arguments of both constructors, and those that the package does not have, or only for parts
@@ -106,6 +107,7 @@ class PerformerLM(TokenModel, Redrawing):
         context_mask: ContextMask = None,
     ) -> Float[Tensor, "b n o"]:
         """Return the logits of each token, or the vectors before them. `mask` is True where a token is present."""
+        check_indices(x, mask)
         if x.shape[1] > self.max_seq_len:
             raise ValueError(f"made for at most {self.max_seq_len} tokens, max_seq_len, but there are {x.shape[1]}")
         if self.performer.auto_check_redraw:

@@ -66,6 +66,7 @@ class PerformerEncDec(Redrawing):
         encodings = self.enc(seq_in, return_encodings=True, mask=enc_mask)
         return self.dec(seq_out, mask=dec_mask, context=encodings, context_mask=enc_mask, return_loss=return_loss)
 
+    @check_types
     @torch.no_grad()
     def generate(
         self,
