@@ -63,8 +63,9 @@ def torch_softmax(
     causal order to the masks; the call's own `is_causal`, as in torch, only describes its mask."""
     n, m = q.shape[-2], k.shape[-2]
     ordered = causal or masks.causal
+    columns = m if masks.attn is None else masks.attn.shape[-1]
     alone = masks.key_padding is None and (masks.attn is None or masks.causal)
-    if ordered and n == m and alone and not need_weights:
+    if ordered and n == m == columns and alone and not need_weights:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True), None
     bias = _score_bias(masks, q.dtype)
     if causal or (masks.causal and masks.attn is None):

@@ -224,6 +224,15 @@ def test_keys_that_all_queries_see(name, n):
     assert_close(weights @ v.roll(-2, -2), expected, rtol=1e-9, atol=1e-12)
 
 
+def test_keys_that_all_queries_see_beside_as_many_as_queries():
+    """With the added key there are as many keys as queries, but the causal mask has one column fewer."""
+    _, mine = pair(options={"add_bias_kv": True, "batch_first": True})
+    x = self_inputs()
+    masks = {"attn_mask": causal_mask(N)[:, :-1], "is_causal": True}
+    plain, weighted = (mine(x, x[:, :-1], x[:, :-1], **masks, need_weights=need)[0] for need in (False, True))
+    assert_close(plain, weighted, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", [name for name in CAUSAL if "local" not in name])
 def test_keys_that_all_queries_see_in_order(name):
     _, mine = (
