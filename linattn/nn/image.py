@@ -68,8 +68,10 @@ class ImageLinearAttention(nn.Module):
         mask: PixelMask = None,
         context_mask: Bool[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "b o h2 w2"]:
+        check_tensors(x=x, **given(context=context, mask=mask, context_mask=context_mask))
         x = _checked(x, mask, self.chan)
         check_input(x, self.to_q)
+        _check_size(x, self.to_q, "x")
         if context is None and context_mask is not None:
             raise ValueError("context_mask is of a context, but none was given")
         q = self.to_q(x)
@@ -82,13 +84,15 @@ class ImageLinearAttention(nn.Module):
         scale = self.key_dim**-0.25
         y = self.inner(_pixels(q, self.heads) * scale, k * scale, v, key_mask=_key_mask(keys))
         y = y.mT.flatten(1, 2).unflatten(-1, q.shape[-2:])
+        _check_size(y, self.to_out, "the attended x")
         return self.to_out(_zero_missing(y, present))
 
     def _context(self, context: Tensor, mask: Tensor | None, batch_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
         check_input(context, self.to_k, name="context")
+        context = _checked(context, mask, self.chan, name="context", flat=True)
         if context.ndim == 3:
             context, mask = context.unsqueeze(2), None if mask is None else mask.unsqueeze(1)
-        context = _checked(context, mask, self.chan)
+        _check_size(context, self.to_k, "context")
         if len(context) != batch_size:
             raise ValueError(
                 f"x and the context must have one batch size, but they have {batch_size} and {len(context)}"
@@ -132,6 +136,7 @@ class PositionLinearAttention(nn.Module):
     def forward(self, x: Image, *, mask: PixelMask = None) -> Image:
         pixels = _checked(x, mask, self.query_conv.in_channels)
         check_input(x, self.query_conv)
+        _check_size(x, self.query_conv, "x")
         parts = [convolution(pixels) for convolution in (self.query_conv, self.key_conv, self.value_conv)]
         q, k, v = (part.flatten(2).mT.unsqueeze(1) for part in parts)
         y = self.inner(q, k, v, key_mask=None if mask is None else mask.flatten(1).unsqueeze(1))
@@ -160,13 +165,17 @@ class ChannelLinearAttention(nn.Module):
         return x + self.gamma * y.squeeze(1).view_as(x)
 
 
-def _checked(x: Image, mask: PixelMask, channels: int | None = None) -> Image:
+def _checked(
+    x: Tensor, mask: Tensor | None, channels: int | None = None, *, name: str = "x", flat: bool = False
+) -> Tensor:
     """Return the image with zeros in the place of missing pixels. Raise ValueError unless it has this number of
-    `channels` (None: any number), and the mask the height and width of the image."""
-    check_tensors(x=x, **given(mask=mask))
-    check_floats(x)
-    if x.ndim != 4 or channels not in (None, x.shape[1]):
-        raise ValueError(f"an image must be (b, {channels or 'channels'}, h, w), but is {tuple(x.shape)}")
+    `channels` (None: any number), and the mask the height and width of the image. With `flat` it may be (b, c, m)."""
+    check_tensors(**{name: x}, **given(mask=mask))
+    check_floats(x, name=name)
+    if not (x.ndim == 4 or (flat and x.ndim == 3)) or channels not in (None, x.shape[1]):
+        front = f"(b, {channels or 'channels'},"
+        shapes = f"{front} h, w) or {front} m)" if flat else f"{front} h, w)"
+        raise ValueError(f"{name} must be {shapes}, but is {tuple(x.shape)}")
     if mask is not None:
         expected, shape = (len(x), *x.shape[2:]), tuple(mask.shape)
         if mask.dtype != torch.bool or shape not in (expected, (1, *expected[1:])):
@@ -174,7 +183,15 @@ def _checked(x: Image, mask: PixelMask, channels: int | None = None) -> Image:
     return _zero_missing(x, mask)
 
 
-def _zero_missing(x: Image, mask: PixelMask) -> Image:
+def _check_size(x: Image, convolution: nn.Conv2d, name: str) -> None:
+    """Raise ValueError if an image, with its padding, is smaller than the kernel of the convolution."""
+    kernel, padding, size = convolution.kernel_size, convolution.padding, tuple(x.shape[2:])
+    assert not isinstance(padding, str)
+    if any(n + 2 * p < k for n, p, k in zip(size, padding, kernel, strict=True)):
+        raise ValueError(f"{name} must be at least as large as the kernel, {kernel}, but is {size} + 2 · {padding}")
+
+
+def _zero_missing(x: Tensor, mask: Tensor | None) -> Tensor:
     """Put zeros in the place of missing pixels."""
     return x if mask is None else torch.where(mask.unsqueeze(1), x, 0)
 

@@ -170,8 +170,42 @@ def test_errors():
     modules = (attention, PositionLinearAttention(3), ChannelLinearAttention())
     for module, wrong in itertools.product(modules, (image()[0], image(chan=4))):
         if not isinstance(module, ChannelLinearAttention) or wrong.ndim == 3:
-            with pytest.raises(ValueError, match=r"an image must be \(b, .*, h, w\), but is \((3|2, 4), 6, 11\)"):
+            with pytest.raises(ValueError, match=r"x must be \(b, .*, h, w\), but is \((3|2, 4), 6, 11\)"):
                 module(wrong.float())
     for module, mask in itertools.product(modules, (torch.ones(2, 6, 11), torch.ones(2, 11, 6).bool())):
         with pytest.raises(ValueError, match=r"a mask must be boolean \(2, 6, 11\), .* but is torch"):
             module(image().float(), mask=mask)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_image_smaller_than_the_kernel_is_refused():
+    x = image().float()
+    attention = ImageLinearAttention(3, kernel_size=3, **SMALL)
+    cases = [
+        (x[..., :2, :], None, r"x must be at least as large as the kernel, \(3, 3\), but is \(2, 11\)"),
+        (x, x.flatten(2), r"context must be at least as large as the kernel, \(3, 3\), but is \(1, 66\)"),
+        # the last convolution has the same kernel
+        (x[..., :4], None, r"attended x must be .* \(3, 3\), but is \(4, 2\)"),
+    ]
+    for pixels, context, message in cases:
+        with pytest.raises(ValueError, match=message):
+            attention(pixels, context)
+    for module in (ImageLinearAttention(3, **SMALL), PositionLinearAttention(3)):
+        with pytest.raises(ValueError, match=r"x must be at least .* but is \(6, 0\)"):
+            module(x[..., :0])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("context", "mask", "message"),
+    [
+        (torch.ones(2, 4, 9), None, r"context must be \(b, 3, h, w\) or \(b, 3, m\), but is \(2, 4, 9\)"),
+        (torch.ones(3, 9), None, r"context must be .* but is \(3, 9\)"),
+        (torch.ones(2, 3, 9), torch.ones(9, dtype=torch.bool), r"must be boolean \(2, 9\), .* but is .* \(9,\)"),
+        (torch.ones(2, 3, 9), [[True] * 9] * 2, "context_mask must be a tensor, but is a list"),
+    ],
+    ids=["channels", "no batch", "mask without batch", "list"],
+)
+def test_errors_of_a_context_show_its_own_shape(context, mask, message):
+    with pytest.raises(ValueError, match=message):
+        ImageLinearAttention(3, **SMALL)(image().float(), context, context_mask=mask)
