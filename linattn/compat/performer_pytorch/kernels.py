@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.checks import check_types
+from linattn.checks import check_numbers, check_tensors, check_types
 from linattn.feature_maps import RandomProjection
 from linattn.feature_maps.favor import half_squared_norm
+from linattn.nn.checks import check_floats
 from linattn.ops import linear
 from linattn.ops.numerics import accumulator
 from linattn.ops.state import LinearState
@@ -35,10 +36,13 @@ def softmax_kernel(
 
     max is the largest of Ωu: per token if `is_query`, else over all keys, also those that are padding or that a causal
     query must not see. `FastAttention` subtracts no such maximum."""
-    data = data.to(device=device)
+    check_tensors(projection_matrix=projection_matrix)
+    data = _checked(data, projection_matrix).to(device=device)
     projected = _projected(data, projection_matrix, normalize_data)
     half = half_squared_norm(data) * (1 if normalize_data else data.shape[-1] ** 0.5)
-    largest = projected.amax(-1 if is_query else (-1, -2), keepdim=True)
+    largest = projected.amax(-1, keepdim=True)
+    if not is_query and data.shape[-2]:
+        largest = largest.amax(-2, keepdim=True)
     features = (projected - half.unsqueeze(-1) - largest).exp() + eps
     return (features * projection_matrix.shape[0] ** -0.5).to(data.dtype)
 
@@ -55,7 +59,7 @@ def generalized_kernel(
 ) -> Features:
     """Return kernel_fn(Ωu) + kernel_epsilon with u = data/d^¼ (or data itself) and Ω = `projection_matrix`, or
     kernel_fn(u) + kernel_epsilon if that is None."""
-    data = data.to(device=device)
+    data = _checked(data, projection_matrix).to(device=device)
     return (kernel_fn(_projected(data, projection_matrix, normalize_data)) + kernel_epsilon).to(data.dtype)
 
 
@@ -85,7 +89,7 @@ def causal_linear_attention(q: Features, k: Features, v: Values, eps: float = 0.
 
     `eps` adds a key before the first one, with all features equal to `eps` and the value zero. This draws every output
     towards zero, the more the smaller the features are."""
-    return linear.causal_linear_attention(q, k, v, _first_key(k, v, eps))[0]
+    return linear.causal_linear_attention(q, k, v, _first_key(q, k, v, eps))[0]
 
 
 @check_types
@@ -96,11 +100,23 @@ def causal_linear_attention_noncuda(
     as a recurrent network does. Memory beside the output is that of one piece."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be a number of tokens, at least 1, but is {chunk_size}")
-    state, ys = _first_key(k, v, eps), []
+    state, ys = _first_key(q, k, v, eps), []
     for q1, k1, v1 in zip(*(x.split(chunk_size, dim=-2) for x in (q, k, v)), strict=True):
         y, state = linear.causal_linear_attention(q1, k1, v1, state)
         ys.append(y)
     return torch.cat(ys, -2)
+
+
+def _checked(data: Tensor, projection_matrix: Tensor | None) -> Tensor:
+    check_floats(data, name="data")
+    if data.ndim < 2:
+        raise ValueError(f"data must be (…, n, d), but is {tuple(data.shape)}")
+    if projection_matrix is not None:
+        check_floats(projection_matrix, name="projection_matrix")
+        shape, d = tuple(projection_matrix.shape), data.shape[-1]
+        if len(shape) != 2 or shape[1] != d:
+            raise ValueError(f"projection_matrix must be (f, {d}), as data has {d} channels, but is {shape}")
+    return data
 
 
 def _projected(data: Tensor, projection_matrix: Tensor | None, normalize_data: bool) -> Tensor:
@@ -109,7 +125,10 @@ def _projected(data: Tensor, projection_matrix: Tensor | None, normalize_data: b
     return u if projection_matrix is None else u @ projection_matrix.to(u).mT
 
 
-def _first_key(k: Tensor, v: Tensor, eps: float) -> LinearState | None:
+def _first_key(q: Tensor, k: Tensor, v: Tensor, eps: float) -> LinearState | None:
+    check_numbers(eps=eps)
+    # whole sequences, before they are cut into pieces
+    linear.causal_call(q, k, v, None, None, None, "output", "identity")
     if eps == 0:
         return None
     z = torch.full((*k.shape[:-2], k.shape[-1]), eps, dtype=accumulator(k.dtype), device=k.device)

@@ -121,3 +121,49 @@ def test_half_precision(dtype):
     actual = ours.softmax_kernel(x, projection_matrix=MATRIX, is_query=True)
     assert actual.dtype == dtype
     assert_close(actual.double(), exact, rtol=0.01, atol=1e-5)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("x", "matrix", "message"),
+    [
+        # whole numbers would round the features to 0 and 1
+        (torch.ones(2, 3, 7, 5, dtype=torch.long), MATRIX, "data must be floating-point"),
+        # a batch of one matrix would be a scale of its own
+        (data(7), MATRIX[None], r"projection_matrix must be \(f, 5\), .* but is \(1, 11, 5\)"),
+        (data(7), MATRIX[:, :3], r"projection_matrix must be \(f, 5\), .* but is \(11, 3\)"),
+        (data(7)[0, 0, 0], MATRIX, r"data must be \(…, n, d\), but is \(5,\)"),
+        ([1.0], MATRIX, "data must be a tensor, but is a list"),
+        (data(7), [1.0], "projection_matrix must be a tensor, but is a list"),
+    ],
+    ids=["whole numbers", "batch of matrices", "width", "one vector", "list", "list of rows"],
+)
+def test_data_and_matrices_that_do_not_fit_are_refused(x, matrix, message):
+    for kernel in (partial(ours.softmax_kernel, is_query=False), ours.generalized_kernel):
+        with pytest.raises(ValueError, match=message):
+            kernel(x, projection_matrix=matrix)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_softmax_kernel_needs_a_matrix():
+    with pytest.raises(ValueError, match="projection_matrix must be a tensor, but is None"):
+        ours.softmax_kernel(data(7), projection_matrix=None, is_query=True)
+
+
+@pytest.mark.parametrize("is_query", [True, False])
+def test_no_tokens_have_no_features(is_query):
+    features = ours.softmax_kernel(data(0), projection_matrix=MATRIX, is_query=is_query)
+    assert features.shape == (2, 3, 0, 11)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("eps", [0.0, 0.3])
+@pytest.mark.parametrize("attend", [ours.causal_linear_attention, ours.causal_linear_attention_noncuda])
+def test_causal_attention_needs_as_many_keys_as_queries(attend, eps):
+    q, k, v = laws.tokens(200)
+    with pytest.raises(ValueError, match=r"a query for every key, but .* \(2, 3, 200, .*\) and .* \(2, 3, 9, .*\)"):
+        attend(q, k[..., :9, :], v[..., :9, :], eps=eps)
+    with pytest.raises(ValueError, match="k must be a tensor, but is None"):
+        attend(q, None, v, eps=eps)
+    with pytest.raises(ValueError, match="eps must be a finite number of at least 0, but is -1"):
+        attend(q, k, v, eps=-1)
