@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from linattn.checks import check_types
+from linattn.checks import check_tensors, check_types
 from linattn.compat.linear_attention_transformer.linear_attention_transformer import (
     LinearAttentionTransformer,
     LinearAttentionTransformerLM,
 )
+from linattn.nn.checks import check_mask
 from linattn.types import Context, ContextMask, TokenMask
 
 
@@ -25,6 +26,8 @@ class Autopadder(nn.Module):
 
     @check_types
     def __init__(self, net: LinearAttentionTransformer | LinearAttentionTransformerLM, pad_left: bool = False):
+        if not hasattr(net, "pad_to_multiple"):
+            raise ValueError(f"net must be a model of this package, but is a {type(net).__name__}")
         if pad_left and net.pad_to_multiple == 1:
             reason = "around a net without windows and blindspots, which is not padded"
             warnings.warn(f"Autopadder: pad_left=True has no effect {reason}", stacklevel=2)
@@ -38,6 +41,10 @@ class Autopadder(nn.Module):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> Float[Tensor, "b n o"]:
+        check_tensors(x=x)
+        if x.ndim not in (2, 3):
+            raise ValueError(f"x must be (b, n) or (b, n, d), but is {tuple(x.shape)}")
+        check_mask(x, input_mask)
         n = x.shape[1]
         missing = -n % self.pad_to
         if not missing:

@@ -65,6 +65,9 @@ class AutoregressiveWrapper(WrapperBase):
     def _padded(self, rows: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if mask is not None:
             raise ValueError("a list of sequences is masked by their lengths: input_mask is for a tensor")
+        is_list = isinstance(rows, Sequence) and len(rows) > 0
+        if not is_list or not all(isinstance(row, Tensor) and row.ndim == 1 for row in rows):
+            raise ValueError(f"a list must have sequences, each a tensor of one dimension, but is {rows!r:.60}")
         lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
         padded = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=self.pad_value)
         return padded, torch.arange(padded.shape[1], device=padded.device) < lengths.unsqueeze(1)

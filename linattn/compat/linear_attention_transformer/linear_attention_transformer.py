@@ -206,7 +206,7 @@ def _self_attention(options: TransformerOptions, local_heads: int) -> InnerAtten
         local = RotaryAttention(local)
     others: InnerAttention = efficient_attention(options.causal)
     if options.linformer_settings is not None:
-        others = _linformer(options.max_seq_len, options.linformer_settings.k)
+        others = _linformer(options.max_seq_len, *options.linformer_settings)
     elif options.blindspot_size > 1:
         others = BlindspotAttention(others, options.blindspot_size)
     return split_heads((local_heads, local), (options.heads - local_heads, others))

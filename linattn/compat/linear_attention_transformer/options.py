@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from linattn.checks import check_sizes, given
+from linattn.checks import check_sizes
 from linattn.compat.layers import LayerOptions
 from linattn.compat.options import REQUIRED, Idle
 
@@ -76,8 +76,8 @@ class TransformerOptions(LayerOptions):
     def check(self) -> None:
         """Raise ValueError for options that are out of range or exclude each other."""
         size, window, counts = self.blindspot_size, self.local_attn_window_size, self.local_counts
-        settings = {"linformer_settings": self.linformer_settings}
-        check_sizes(**given(**settings, context_linformer_settings=self.context_linformer_settings))
+        _check_settings("linformer_settings", self.linformer_settings, LinformerSettings)
+        _check_settings("context_linformer_settings", self.context_linformer_settings, LinformerContextSettings)
         if self.linformer_settings is not None and self.causal:
             raise ValueError(
                 "Linformer mixes the whole sequence into every key, so linformer_settings need causal=False"
@@ -94,3 +94,13 @@ class TransformerOptions(LayerOptions):
                 f"n_local_attn_heads, and a local_attn_window_size of at least {size}, "
                 f"but they are {counts} and {window}"
             )
+
+
+def _check_settings(name: str, settings: object, kind: type[LinformerSettings | LinformerContextSettings]) -> None:
+    """Raise ValueError unless the settings are None or sizes, as many as the fields of their `kind`."""
+    if settings is None:
+        return
+    # also those of the original package, which are tuples with the same fields
+    if not isinstance(settings, tuple) or len(settings) != len(kind._fields):
+        raise ValueError(f"{name} must be {kind.__name__}({', '.join(kind._fields)}), but is {settings!r}")
+    check_sizes(**{name: settings})

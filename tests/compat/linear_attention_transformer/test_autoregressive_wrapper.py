@@ -67,6 +67,13 @@ def test_a_list_is_each_sequence_alone():
         wrapper(rows, input_mask=torch.ones(3, 20, dtype=torch.bool))
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("rows", [[], [[1, 2], [3]], [some_tokens()], 5], ids=["none", "lists", "batches", "number"])
+def test_a_list_of_no_sequences_is_refused(rows):
+    with pytest.raises(ValueError, match="each a tensor of one dimension, but is"):
+        AutoregressiveWrapper(lm())(rows, return_loss=True)
+
+
 def test_ignored_targets_do_not_count():
     net, x = lm(), some_tokens()
     wrapper, kept = AutoregressiveWrapper(net, ignore_index=3), x[:, 1:] != 3

@@ -270,6 +270,18 @@ def test_automatic_padding_has_no_effect(pad_left, n):
         assert padder.pad_to == 24 and lengths[0] % 24 == 0 and lengths[1] == n
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_a_padder_refuses_what_its_net_would():
+    padder, x = Autopadder(lm(n_local_attn_heads=1, local_attn_window_size=8)), some_tokens()
+    with pytest.raises(ValueError, match=r"x must be \(b, n\) or \(b, n, d\), but is \(39,\)"):
+        padder(x[0, :39])
+    for mask in (torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 39, dtype=torch.long), [True]):
+        with pytest.raises(ValueError, match="key_mask must be"):
+            padder(x[:, :39], mask)
+    with pytest.raises(ValueError, match="net must be a model of this package, but is a Linear"):
+        Autopadder(torch.nn.Linear(2, 2))
+
+
 REFUSED = [
     ({"causal": True, "linformer_settings": LinformerSettings(k=5)}, "need causal=False"),
     ({"n_local_attn_heads": (1, 2, 3)}, "a number for 3 layers, but depth is 2"),
@@ -279,11 +291,18 @@ REFUSED = [
     ({"blindspot_size": 4, "causal": True}, "only local heads see a token's own block of 4"),
     ({"blindspot_size": 9, "causal": True, "n_local_attn_heads": 2}, "a local_attn_window_size of at least 9"),
     ({"linformer_settings": LinformerSettings(k=65)}, "projected_length must be at most max_length"),
+    ({"linformer_settings": 5}, r"linformer_settings must be LinformerSettings\(k\), but is 5"),
+    ({"linformer_settings": (5, 5)}, r"must be LinformerSettings\(k\), but is \(5, 5\)"),
+    (
+        {"receives_context": True, "context_linformer_settings": LinformerSettings(k=5)},
+        r"must be LinformerContextSettings\(seq_len, k\), but is LinformerSettings\(k=5\)",
+    ),
     ({"ff_chunks": 0}, "ff_chunks must be a whole number of at least 1"),
     ({"dim_head": None, "heads": 3}, "heads must divide dim, or dim_head be given, but they are 3 and 16"),
 ]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
