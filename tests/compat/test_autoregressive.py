@@ -103,11 +103,3 @@ def test_options_of_another_type_are_refused(make, name, value):
 def test_only_a_model_with_logits_is_wrapped(wrapper, net):
     with pytest.raises(ValueError, match=f"returns logits, not this {type(net).__name__}"):
         wrapper(net)
-
-
-@both
-def test_a_compiled_model_is_wrapped(make):
-    model = make()
-    compiled = type(model)(torch.compile(model.net, backend="eager"))
-    tokens = some_tokens()
-    assert torch.equal(compiled.generate(tokens, 3, temperature=0), model.generate(tokens, 3, temperature=0))

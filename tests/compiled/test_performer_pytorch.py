@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.compat.performer_pytorch import PerformerLM
+from linattn.compat.performer_pytorch import AutoregressiveWrapper, PerformerLM
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +47,11 @@ def test_evaluation_is_exported():
     model, x = make(causal=True).eval(), torch.randint(19, (2, 40))
     program = torch.export.export(model, (x,))
     assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_wrapper_takes_a_compiled_model():
+    model, x = make(causal=True).eval(), torch.randint(1, 19, (2, 9))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    plain, wrapped = AutoregressiveWrapper(model), AutoregressiveWrapper(compiled)
+    assert_close(wrapped(x), plain(x))
+    assert torch.equal(wrapped.generate(x, 3, temperature=0), plain.generate(x, 3, temperature=0))

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from linattn.checks import check_sizes
 from linattn.compat.layers import LayerOptions
@@ -103,4 +103,5 @@ def _check_settings(name: str, settings: object, kind: type[LinformerSettings | 
     # also those of the original package, which are tuples with the same fields
     if not isinstance(settings, tuple) or len(settings) != len(kind._fields):
         raise ValueError(f"{name} must be {kind.__name__}({', '.join(kind._fields)}), but is {settings!r}")
-    check_sizes(**{name: settings})
+    sizes: dict[str, Any] = {name: settings}
+    check_sizes(**sizes)
