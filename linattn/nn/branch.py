@@ -68,6 +68,12 @@ class Branch(nn.Module):
     def is_cross_attention(self) -> bool:
         return isinstance(self.module, MultiheadAttention) and self.module.is_cross_attention
 
+    @property
+    def has_past(self) -> bool:
+        """True if the module mixes tokens, and continues from its state by `extend`."""
+        # an nn.Sequential has an `extend` that adds parts to it
+        return hasattr(self.module, "extend") and not isinstance(self.module, nn.Sequential)
+
     def forward(
         self, x: Tokens, *, key_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
     ) -> Tokens:
@@ -75,7 +81,7 @@ class Branch(nn.Module):
         x = x if self.shift is None else self.shift(x, key_mask=key_mask)
         if self.is_cross_attention:
             y = self.module(x, context, key_mask=context_mask)
-        elif hasattr(self.module, "extend"):
+        elif self.has_past:
             y = self.module(x, key_mask=key_mask)
         else:
             y = self.module(x)
@@ -104,7 +110,7 @@ class Branch(nn.Module):
                     raise ValueError("cross attention needs its context, but none was given")
                 past = module.summarize(context, key_mask=context_mask)
             y = module.read(x, past)
-        elif hasattr(module, "extend"):
+        elif self.has_past:
             y, past = module.extend(x, past, key_mask=key_mask)
         else:
             y = module(x)

@@ -42,6 +42,16 @@ def test_a_feed_forward_keeps_nothing():
     assert state == (None, None)
 
 
+def test_a_sequential_is_a_function_of_each_token():
+    """nn.Sequential has an `extend`, which adds parts to it."""
+    module = nn.Sequential(nn.Linear(DIM, 8), nn.ReLU(), nn.Linear(8, DIM))
+    branch, x, mask = Branch(module).double(), some_inputs(), torch.rand(2, 9) < 0.5
+    assert_close(branch(x, key_mask=mask), module(x))
+    y, state = branch.extend(x, key_mask=mask)
+    assert_close(y, module(x))
+    assert state == (None, None)
+
+
 @pytest.mark.parametrize("name", ["softmax", "elu", "efficient", "taylor", "hedgehog", "linformer", "elu:1+softmax:1"])
 def test_cross_attention_needs_its_context_once(name):
     branch = Branch(attention(name, cross=True), norm=nn.LayerNorm(DIM)).double()
