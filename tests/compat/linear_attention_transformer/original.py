@@ -17,7 +17,7 @@ from linattn.compat.linear_attention_transformer import LinearAttentionTransform
 from linattn.compat.linear_attention_transformer.axial import AxialAttention
 from linattn.nn import Branch, Chunked, GatedFeedForward, MultiheadAttention, Projected
 
-__all__ = ["package", "take_language_model", "take_transformer"]
+__all__ = ["original", "package", "take_language_model", "take_transformer"]
 
 
 @torch.no_grad()

@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from linattn import EfficientFeatureMap, LinearAttention, attend
 from linattn.compat.linear_attention_transformer import (
     LinearAttentionTransformer,
     LinearAttentionTransformerLM,
     LinformerContextSettings,
     LinformerSettings,
 )
+from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
 from tests.compat.constructors import has_window
-from tests.compat.linear_attention_transformer.original import package, take_language_model, take_transformer
+from tests.compat.linear_attention_transformer.original import original, package, take_language_model, take_transformer
 
 SIZES = {"dim": 16, "depth": 2, "heads": 4, "max_seq_len": 48}
 # with masks only what does not shift tokens or project the sequence: there theirs ignores masks
@@ -110,3 +112,11 @@ def test_rotary_without_it_in_linear_heads_agrees():
             torch.nn.init.zeros_(module.q_proj.weight)
             torch.nn.init.zeros_(module.k_proj.weight)
     assert_close(ours(x := some_tokens()), theirs(x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_functions_are_those_that_the_page_names():
+    q, k, v = torch.randn(3, 2, 4, 24, 9, dtype=torch.float64).unbind()
+    assert_close(attend(q, k, v, "efficient"), 3 * original.linear_attn(q, k, v))
+    causal = LinearAttention(EfficientFeatureMap(), causal=True, normalize="output")
+    assert_close(causal(q, k, v), original.causal_linear_attn(q, k, v, bucket_size=1))
+    assert_close(BlindspotAttention(causal, 8)(q, k, v), original.causal_linear_attn(q, k, v, bucket_size=8))
