@@ -107,6 +107,8 @@ def _attend(
         n, m = query.shape[-2], key.shape[-2]
         if attn_mask.ndim < 2 or attn_mask.shape[-2] not in (1, n) or attn_mask.shape[-1] not in (1, m):
             raise ValueError(f"attn_mask must be (…, {n}, {m}) or have a 1 there, but is {tuple(attn_mask.shape)}")
+        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+            raise ValueError(f"attn_mask must be bool, True where it shows, or float, but is {attn_mask.dtype}")
         hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
         # unlike in nn.MultiheadAttention, is_causal adds the causal order to the mask; torch after 2.13 refuses both
         present, ordered = read_masks(TorchMasks(None, hidden, False))

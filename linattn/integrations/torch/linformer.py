@@ -64,10 +64,15 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
 
 
 def _check_sizes(projection: SequenceProjection | None, seq_len: int, longest: int, proj_k: int) -> None:
-    """Raise ValueError if beside a `projection` `seq_len` or `proj_k` is neither the default nor its own: it would have
-    no effect. `longest` is `seq_len` and the number of keys that options add."""
+    """Raise ValueError if a `projection` is of another class, or if beside it `seq_len` or `proj_k` is neither the
+    default nor its own: it would have no effect. `longest` is `seq_len` and the number of keys that options add."""
     if projection is None:
         return
+    if not isinstance(projection, SequenceProjection):
+        raise ValueError(
+            "projection must be a SequenceProjection, such as that of another layer, layer.projection, but is a "
+            f"{type(projection).__name__}"
+        )
     made_for = projection.max_length - (longest - seq_len)
     for name, given, default, actual in (
         ("seq_len", seq_len, 512, made_for),

@@ -202,6 +202,8 @@ def with_inner(
 
     See `TorchMultiheadAttention` for `inner` and `return_weights`. Raises ValueError if `attention` has hooks, which
     the new module would leave out, or computes weights from others."""
+    if not isinstance(attention, nn.MultiheadAttention):
+        raise ValueError(f"attention must be an nn.MultiheadAttention, but is a {type(attention).__name__}")
     hooks = (getattr(attention, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre"))
     if any(hooks) or "forward" in vars(attention):
         raise ValueError(

@@ -57,6 +57,8 @@ def replace_attention(
     A module that attends in another way, or adds a bias to the scores, raises ValueError with its name when it is run.
 
     A model in which nothing is replaced raises ValueError."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, but is a {type(model).__name__}")
     if _attends_through_transformers(model):
         others = (where, window, max_length, return_weights)
         if not isinstance(attention, str) or others != (everywhere, 128, None, True):

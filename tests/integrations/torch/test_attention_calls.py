@@ -259,6 +259,15 @@ def test_a_mask_of_another_size_is_refused(shape):
         model(torch.randn(2, 9, 16), torch.ones(shape, dtype=torch.bool))
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_a_mask_of_whole_numbers_is_refused():
+    """As torch refuses it: zeros would hide nothing, as those of floats."""
+    model = Layers()
+    replace_attention(model, "elu")
+    with pytest.raises(ValueError, match=r"attn_mask must be bool, True where it shows, or float, but is torch.int64"):
+        model(torch.randn(2, 9, 16), torch.zeros(9, 9, dtype=torch.long))
+
+
 @pytest.mark.parametrize("heads", [True, False])
 def test_rows_of_a_batch_do_not_meet(heads):
     for method in ATTENTIONS:

@@ -216,3 +216,10 @@ def test_a_shared_projection_has_its_own_lengths():
     for options in ({"seq_len": 30}, {"proj_k": 5}):
         with pytest.raises(ValueError, match=r"but the projection that was given has (20|4): leave it out"):
             LinearMultiheadAttention(8, 2, param_sharing="layerwise", projection=first.projection, **options)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_module_of_a_projection_is_no_projection():
+    first = make("layerwise")
+    with pytest.raises(ValueError, match=r"projection must be a SequenceProjection, such as that of .*\.projection"):
+        LinearMultiheadAttention(DIM, HEADS, param_sharing="layerwise", projection=first)

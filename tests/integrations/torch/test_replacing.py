@@ -39,6 +39,14 @@ def test_without_any_attention() -> None:
         replace_attention(nn.Linear(2, 2), "elu")
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_a_model_or_an_attention_of_another_class_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model must be an nn.Module, but is a dict"):
+        replace_attention({"unet": nn.MultiheadAttention(16, 4)}, "elu")
+    with pytest.raises(ValueError, match=r"attention must be an nn.MultiheadAttention, but is a BertSelfAttention"):
+        with_inner(BertSelfAttention(), "elu")
+
+
 @pytest.mark.parametrize("options", [{"window": 5}, {"max_length": 9}])
 def test_options_of_names_need_a_name(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="window and max_length are for attention by name"):
