@@ -6,7 +6,7 @@ silence would let users believe in a setting that changes nothing. An argument t
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any, TypeVar, final
@@ -101,6 +101,7 @@ def read(
 def effective(record: type[Options], constructor: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the `arguments` of a `constructor` that have an effect. Its options' `record` knows the reasons
     why others, which models saved by the original packages may have, do not."""
+    _check_names(constructor, inspect.signature(constructor), arguments)
     dropped = _reasons(record(**_defaults(inspect.signature(constructor)) | dict(arguments)))
     return {name: value for name, value in arguments.items() if name not in dropped}
 
@@ -122,15 +123,19 @@ def _signature(record: type[Options], names: str, defaults: Mapping[str, Any]) -
 def _bound(
     signature: inspect.Signature, constructor: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    known = [name for name in signature.parameters if name != "self"]
-    for name in kwargs:
-        if name not in known:
-            # before anything is missed, which may be what is misspelt
-            raise TypeError(f"{constructor.__name__} takes no argument {name!r}{did_you_mean(name, known)}")
+    # before anything is missed, which may be what is misspelt
+    _check_names(constructor, signature, kwargs)
     try:
         return signature.bind(constructor, *args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{constructor.__name__}: {error}") from None
+
+
+def _check_names(constructor: type, signature: inspect.Signature, names: Iterable[str]) -> None:
+    known = [name for name in signature.parameters if name != "self"]
+    for name in names:
+        if name not in known:
+            raise TypeError(f"{constructor.__name__} takes no argument {name!r}{did_you_mean(name, known)}")
 
 
 def _defaults(signature: inspect.Signature) -> dict[str, Any]:

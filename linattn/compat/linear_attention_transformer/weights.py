@@ -15,11 +15,7 @@ from linattn.compat.linear_attention_transformer.linear_attention_transformer im
     LinearAttentionTransformerLM,
     is_self_attention,
 )
-from linattn.compat.linear_attention_transformer.options import (
-    LinformerContextSettings,
-    LinformerSettings,
-    TransformerOptions,
-)
+from linattn.compat.linear_attention_transformer.options import TransformerOptions
 from linattn.compat.options import effective
 from linattn.compat.weights import conversion, layers
 from linattn.compat.weights.conversion import Conversion, Move, Moves, renamed, within
@@ -34,10 +30,6 @@ def _arguments(constructor: type, config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("pkm_layers"):
         raise ValueError("product key memories (pkm_layers) have no counterpart here: their layers cannot be loaded")
     arguments = {name: value for name, value in config.items() if name not in WITHOUT_EFFECT}
-    kinds = {"linformer_settings": LinformerSettings, "context_linformer_settings": LinformerContextSettings}
-    for name, kind in kinds.items():
-        if arguments.get(name) is not None:
-            arguments[name] = kind(*arguments[name])
     if arguments.get("linformer_settings") is not None:
         # all heads of such a layer are projected there, local ones too
         arguments["n_local_attn_heads"] = 0

@@ -40,10 +40,14 @@ def load(
     `aligned_rotary` is for performer-pytorch models with local heads that look both ways, trained with local-attention
     before 1.7.2. Later versions rotate queries of these heads by one window too many, and by default `load` rotates the
     weights likewise."""
+    for name, value in (("config", config), ("state_dict", state_dict)):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be a dict, but is a {type(value).__name__}")
     if constructor not in CONVERSIONS:
+        came = constructor.__name__ if isinstance(constructor, type) else f"a {type(constructor).__name__}"
         known = "".join(f", {kind.__name__}" for kind in CONVERSIONS)
         raise ValueError(
-            f"old weights load into a constructor of linattn.compat{known}, but {constructor.__name__} came; what is "
+            f"old weights load into a constructor of linattn.compat{known}, but {came} came; what is "
             "in a wrapper is loaded alone, and wrapped again"
         )
     conversion = CONVERSIONS[constructor]

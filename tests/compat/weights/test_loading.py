@@ -127,6 +127,29 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"LinearAttentionTransformerLM, .* but Autopadder came"):
             weights.load(Autopadder, {}, {})
 
+    @pytest.mark.usefixtures("unchecked")
+    def test_what_is_no_config_and_no_state_dict(self, encoder):
+        for name, arguments in (
+            ("state_dict", (TransformerEncoder, ENCODER, TransformerEncoder(**ENCODER))),
+            ("state_dict", (TransformerEncoder, ENCODER, None)),
+            ("config", (TransformerEncoder, None, encoder)),
+        ):
+            with pytest.raises(ValueError, match=f"{name} must be a dict, but is a "):
+                weights.load(*arguments)
+        with pytest.raises(ValueError, match="but a TransformerEncoder came"):
+            weights.load(TransformerEncoder(**ENCODER), ENCODER, encoder)
+
+    def test_a_misspelt_argument_is_named_as_the_constructor_names_it(self):
+        for constructor, config in ((Performer, PERFORMER), (LinearAttentionTransformerLM, LANGUAGE_MODEL)):
+            message = rf"{constructor.__name__} takes no argument 'dept' \(did you mean 'depth'"
+            with pytest.raises(TypeError, match=message):
+                weights.load(constructor, config | {"dept": 2}, {})
+
+    @pytest.mark.usefixtures("unchecked")
+    def test_settings_are_checked_as_the_constructor_checks_them(self):
+        with pytest.raises(ValueError, match=r"linformer_settings must be LinformerSettings\(k\), but is 4"):
+            weights.load(LinearAttentionTransformerLM, LANGUAGE_MODEL | {"linformer_settings": 4}, {})
+
     def test_unknown_arguments(self, encoder):
         with pytest.raises(TypeError, match="layers"):
             weights.load(TransformerEncoder, ENCODER | {"layers": 2}, encoder)
