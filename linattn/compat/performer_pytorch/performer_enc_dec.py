@@ -111,6 +111,8 @@ def _model(prefix: str, both: dict[str, Any], options: dict[str, Any]) -> Perfor
     "enc_" or "dec_", before the names of its own options."""
     try:
         return PerformerLM(read(PerformerOptions, PerformerLM, (), both | options, prefix=prefix))
+    except TypeError as error:
+        raise TypeError(f"the arguments {prefix}… of {error}") from None
     except ValueError as error:
         name = str(error).partition(" ")[0]
         raise ValueError(f"{prefix if name in options else ''}{error}") from None

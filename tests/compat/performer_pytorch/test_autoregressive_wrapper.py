@@ -286,6 +286,12 @@ class TestEncDec:
         with pytest.raises(ValueError, match=f"^{name} must be a whole number of at least 1, but is 0$"):
             pair(**{name: 0})
 
+    def test_a_missing_argument_is_one_of_its_part(self):
+        for name in ("enc_max_seq_len", "dec_max_seq_len"):
+            options = {key: value for key, value in ENC_DEC.items() if key != name}
+            with pytest.raises(TypeError, match=f"{name[:4]}….* missing a required argument: 'max_seq_len'"):
+                PerformerEncDec(32, **options)
+
     def test_redrawing(self):
         model = pair(enc_feature_redraw_interval=1, dec_feature_redraw_interval=1).train()
         updaters = [part.performer.proj_updater for part in (model.enc, model.dec.net)]
