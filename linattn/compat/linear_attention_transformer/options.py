@@ -34,8 +34,9 @@ class TransformerOptions(LayerOptions):
     local_attn_window_size: int = 128
     receives_context: bool = False
     attend_axially: bool = False
-    linformer_settings: LinformerSettings | None = None
-    context_linformer_settings: LinformerContextSettings | None = None
+    # or the original package's tuples
+    linformer_settings: LinformerSettings | tuple[int] | None = None
+    context_linformer_settings: LinformerContextSettings | tuple[int, int] | None = None
     rotary: bool = False
     # tokens
     emb_dim: int | None = None
@@ -100,7 +101,6 @@ def _check_settings(name: str, settings: object, kind: type[LinformerSettings | 
     """Raise ValueError unless the settings are None or sizes, as many as the fields of their `kind`."""
     if settings is None:
         return
-    # also those of the original package, which are tuples with the same fields
     if not isinstance(settings, tuple) or len(settings) != len(kind._fields):
         raise ValueError(f"{name} must be {kind.__name__}({', '.join(kind._fields)}), but is {settings!r}")
     sizes: dict[str, Any] = {name: settings}
