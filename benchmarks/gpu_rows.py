@@ -118,18 +118,18 @@ def training(smallest: bool) -> Iterator[Row]:
 
 def tiles(smallest: bool) -> Iterator[Row]:
     """Other tiles than the rule's, for whoever writes the next rule. What is out of shared memory says so."""
-    chosen, tried = tiling.rule, [(C, w, s) for C in (128, 64) for w in (8, 4) for s in (3, 2)]
+    chosen, tried = tiling.Shape.rule, [(C, w, s) for C in (128, 64) for w in (8, 4) for s in (3, 2)]
     for size in sizes(smallest)[::2]:
         for C, warps, stages in tried[:1] if smallest else tried:
             if smallest:
                 C = 32
             rule, name = tiling.Rule(C, max(4096, size.d * size.d), warps, stages, warps), f"C={C} warps={warps}"
-            tiling.rule = lambda *_, rule=rule: rule
+            tiling.Shape.rule = lambda _, rule=rule: rule
             for trained in trainings(smallest):
                 yield row(f"{name} stages={stages}", causal(), size, training=trained)
                 if stages == 3 and C == 64:
                     yield row(f"{name}, with a decay", decaying, size, training=trained)
-            tiling.rule = chosen
+            tiling.Shape.rule = chosen
 
 
 def long(smallest: bool) -> Iterator[Row]:
