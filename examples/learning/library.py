@@ -122,7 +122,7 @@ MODELS = {
     "hybrid2+convolution": _hybrid("gated_delta", "local", "gated_delta", "gated_delta"),
     "softmax hybrid+convolution": _hybrid("gated_delta", "gated_delta", "gated_delta", "softmax"),
 }
-# queries and keys as many times as wide, and with them the states
+# queries and keys of more channels than 32, and so larger states
 MODELS |= {
     f"hybrid256+keys{width}+convolution": replace(MODELS["hybrid256+convolution"], key_dim=width) for width in (64, 128)
 }

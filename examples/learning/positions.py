@@ -1,9 +1,10 @@
 """Bits per byte against the position in a document that is read from its beginning: what is a long past worth?
 
 Trains by `linattn train` on Python's standard library, with and without `--carry`, and reads held-out files: whole, and
-each part of them from 256 bytes before it, as if there were no longer past. It also reads a passage again after some
-other text. With `--renamed` each document has names of its own, which only its past can tell. A run is a line of JSON;
-what the file has is not run again. The tables and the picture, which is of the first of them, go into the page.
+each part of them from 256 bytes before it, as if there were no longer past. It also says what
+lookups in the far past would save, and reads a passage again after some other text. With `--renamed` each document has
+names of its own, which only its past can tell. A run is a line of JSON; what the file has is not run again. The tables
+and the picture, which is of the first of them, go into the page.
 
     python -m examples.learning.positions --method hybrid gated_delta --carry 0 0.9 --out docs/positions.jsonl
     python -m examples.learning.positions --out docs/positions.jsonl --page docs/learning.md"""
