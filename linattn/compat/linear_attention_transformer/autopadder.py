@@ -20,7 +20,8 @@ from linattn.types import Context, ContextMask, TokenMask
 @final
 class Autopadder(nn.Module):
     """Pads sequences to a multiple of the net's `pad_to_multiple`, on the right or, if `pad_left`, on the left. The
-    padding is masked, so that it does not change the outputs, and cut off again.
+    padding is masked, so that it does not change the outputs, and cut off again. It does not pad beyond the net's
+    `max_seq_len`, for which Linformer's projections are made.
 
     The net takes any length by itself. Padding is useful where lengths should not vary, as for a compiled graph."""
 
@@ -47,6 +48,8 @@ class Autopadder(nn.Module):
         check_mask(x, input_mask)
         n = x.shape[1]
         missing = -n % self.pad_to
+        if n <= self.net.max_seq_len:
+            missing = min(missing, self.net.max_seq_len - n)
         if not missing:
             return self.net(x, input_mask, context, context_mask)
         sides = (missing, 0) if self.pad_left else (0, missing)

@@ -46,7 +46,7 @@ class LinearAttentionTransformer(nn.Module):
     )
     def __init__(self, options: TransformerOptions):
         super().__init__()
-        self.stack, self.causal = _stack(options), options.causal
+        self.stack, self.max_seq_len, self.causal = _stack(options), options.max_seq_len, options.causal
         self.receives_context, self.pad_to_multiple = options.receives_context, options.pad_to_multiple
 
     def forward(

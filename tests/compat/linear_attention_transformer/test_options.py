@@ -270,6 +270,17 @@ def test_automatic_padding_has_no_effect(pad_left, n):
         assert padder.pad_to == 24 and lengths[0] % 24 == 0 and lengths[1] == n
 
 
+@pytest.mark.parametrize("n", [16, 17, 39, 40])
+def test_automatic_padding_ends_at_the_longest_sequence(n):
+    """Linformer's projections have no weights for padding beyond it."""
+    options = {"max_seq_len": 40, "n_local_attn_heads": 2, "local_attn_window_size": 16}
+    for net, x in (
+        (lm(linformer_settings=LinformerSettings(4), **options), some_tokens(n)),
+        (stack(linformer_settings=LinformerSettings(4), **options), torch.randn(2, n, 16, dtype=torch.float64)),
+    ):
+        assert_close(Autopadder(net)(x), net(x))
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_a_padder_refuses_what_its_net_would():
     padder, x = Autopadder(lm(n_local_attn_heads=1, local_attn_window_size=8)), some_tokens()
