@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from linattn.checks import check_types
 from linattn.linearize.attention import linearized_layers, own_attention
 from linattn.linearize.calls import Batch
-from linattn.linearize.distance import divergence
+from linattn.linearize.distance import divergence, require_pair
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ def choose_layers(model: PreTrainedModel, teacher: PreTrainedModel, batches: Seq
     lower the divergence on the `batches` most.
 
     The model itself does not change: call `restore_layers` with the choice."""
+    require_pair(model, teacher)
     layers = linearized_layers(model)
     if not 0 <= count <= len(layers):
         raise ValueError(f"count must be from 0 to {len(layers)}, the linear layers, but is {count}")

@@ -70,9 +70,15 @@ def require_batches(batches: Sequence[Batch]) -> None:
         raise ValueError("give at least one batch: there is none to run the model on")
 
 
+def require_pair(model: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    if model is teacher:
+        raise ValueError("the model is its own teacher, from which it can learn nothing: convert a copy of the teacher")
+
+
 @torch.no_grad()
 def layer_errors(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> dict[int, float]:
     """Return the mean relative error on `batches` of each linearized layer, given its teacher's input, by its index."""
+    require_pair(model, teacher)
     require_batches(batches)
     errors: dict[int, list[float]] = {}
 

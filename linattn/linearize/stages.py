@@ -68,7 +68,7 @@ def transfer(
     min(1, n / 20)."""
     if not (layers := linearized_layers(model).values()):
         raise ValueError(f"no layer of this {type(model).__name__} is linear: convert it first")
-    check_training(model, batches)
+    check_training(model, teacher, batches)
     factors = error_weights(model, teacher, first_batches(batches, 1, budget.accumulate))
 
     def objective(student: PreTrainedModel, batch: Batch, add: Add) -> int:
@@ -109,7 +109,7 @@ def fine_tune(
     min(1, n / 80) for n steps and, for the distance d at the beginning, times min(1, 1.5 √d), those of hidden weights
     times min(1, d): larger steps would lead a model that is near its teacher away from it, and smaller ones would take
     too long for a model that is far away."""
-    check_training(model, batches)
+    check_training(model, teacher, batches)
     scale = _output_scale(teacher, batches, budget.accumulate)
 
     def objective(student: PreTrainedModel, batch: Batch, add: Add) -> int:

@@ -26,7 +26,7 @@ from linattn.console.processes import from_first
 from linattn.console.sharded_tensors import distributed_as
 from linattn.files import atomic_file
 from linattn.linearize.calls import Batch
-from linattn.linearize.distance import Diverged, require_batches
+from linattn.linearize.distance import Diverged, require_batches, require_pair
 from linattn.linearize.processes import (
     broadcast,
     own_batches,
@@ -118,8 +118,9 @@ class Training:
         return len(self.losses)
 
 
-def check_training(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
-    """Raise ValueError if the model cannot train, or not on these batches."""
+def check_training(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> None:
+    """Raise ValueError if the model cannot train, or not with this teacher or on these batches."""
+    require_pair(model, teacher)
     require_batches(batches)
     require_group()
     if any(weight.dtype == torch.float16 for weight in model.parameters()):

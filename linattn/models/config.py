@@ -251,5 +251,8 @@ def _has_strength(config: LanguageModelConfig) -> bool:
     layers = {name: layer for layer, name in enumerate(config.layers)}.values()
     # random features must not show in the caller's randomness
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        mixers = [config.mixer(layer) for layer in layers]
+        try:
+            mixers = [config.mixer(layer) for layer in layers]
+        except RuntimeError as error:
+            raise ValueError(f"no tensor holds a matrix of these sizes: {error}") from error
     return any(isinstance(mixer, MultiheadAttention) and needs_strength(mixer.inner.needs) for mixer in mixers)

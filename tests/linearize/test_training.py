@@ -419,6 +419,9 @@ def test_wrong_calls_are_refused():
         for some in (batches[0], iter(batches)):
             with pytest.raises(ValueError, match=r"batches must be a sequence of batches, but are a (dict|list_)"):
                 use(model, teacher, some)
+    for use in (layer_errors, lambda *given: choose_layers(*given, 1), *stages):
+        with pytest.raises(ValueError, match="the model is its own teacher"):
+            use(model, model, batches)
     with pytest.raises(ValueError, match="a batch holds the arguments of a call by name"):
         divergence(model, teacher, [batches])
     for stage in STAGES.values():

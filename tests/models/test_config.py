@@ -82,6 +82,7 @@ def test_is_frozen():
         ({"attention": "linformer"}, "causal"),
         ({"attention": "local:3+elu:3"}, "heads"),
         ({"attention": "convolution:"}, "convolution"),
+        ({"dim": 4 * 10**9}, "no tensor holds a matrix of these sizes"),
         ({"attention": "convolution:0"}, "convolution"),
     ],
 )
