@@ -50,7 +50,7 @@ class Sampler(NamedTuple):
         complete: bool,
         compiled: bool = False,
     ) -> "Sampler":
-        rows = _checked_rows(prompts, stop_tokens, model.vocab_size)
+        rows, stops = _checked_tokens(prompts, stop_tokens, model.vocab_size)
         check_sizes(max_new_tokens=max_new_tokens, least=0)
         if seed is not None and not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed must be in [−2⁶³, 2⁶⁴), as torch's generators take it, but is {seed}")
@@ -64,7 +64,7 @@ class Sampler(NamedTuple):
             raise ValueError("compile is for one token at a time, but a draft makes calls of many lengths: give one")
         if compiled:
             require_constant_state(model, "compile")
-        return cls(model, rows, max_new_tokens, sampling, frozenset(stop_tokens), seed, draft, complete, compiled)
+        return cls(model, rows, max_new_tokens, sampling, frozenset(stops), seed, draft, complete, compiled)
 
     def check_positions(self, state: TokenModelState | None) -> None:
         """Raise ValueError unless the model has positions for the tokens before `state`, the prompts and the new
@@ -184,7 +184,8 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _checked_rows(prompts: Any, stop_tokens: Collection[int], vocab_size: int) -> list[list[int]]:
+def _checked_tokens(prompts: Any, stop_tokens: Any, vocab_size: int) -> tuple[list[list[int]], list[int]]:
+    """Return the rows of the prompts, and the stop tokens, as Python's numbers."""
     try:
         given = prompts.tolist() if isinstance(prompts, Tensor) else prompts
         rows = [[operator.index(token) for token in prompt] for prompt in given]
@@ -193,15 +194,15 @@ def _checked_rows(prompts: Any, stop_tokens: Collection[int], vocab_size: int) -
             f"prompts must be tokens, [1, 2], or rows of them, [[1, 2], [3]], but are {prompts!s:.60}"
         ) from error
     try:
-        stop_tokens = [operator.index(token) for token in stop_tokens]
+        stops = [operator.index(token) for token in stop_tokens]
     except TypeError as error:
         raise ValueError(f"stop_tokens must be tokens, (2,) for a single one, but are {stop_tokens!r:.60}") from error
     if not rows or not all(rows):
         raise ValueError("each prompt needs at least one token to go on from, but there is an empty one")
-    for name, tokens in (*(("a prompt", row) for row in rows), ("stop_tokens", stop_tokens)):
+    for name, tokens in (*(("a prompt", row) for row in rows), ("stop_tokens", stops)):
         if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
             raise ValueError(f"tokens must be in [0, {vocab_size}), but {name} has {wrong[0]}")
-    return rows
+    return rows, stops
 
 
 def _prefill(model: TokenModel, rows: list[list[int]], state: Any) -> tuple[Logits, Any, Seen]:

@@ -89,6 +89,9 @@ def test_a_stopped_row_ends_and_the_others_go_on():
     steps = list(stream(model, PROMPTS, max_new_tokens=12, stop_tokens=[stop]))
     after = free[0].index(stop) + 1
     assert [step[0] for step in steps[after:]] == [None] * (len(steps) - after)
+    # tokens that are read once, or equal no number of Python
+    for stops in (torch.tensor([stop]), [torch.tensor(stop)], iter([stop])):
+        assert generate(model, PROMPTS, max_new_tokens=12, stop_tokens=stops) == rows
 
 
 def test_nothing_is_computed_once_all_rows_have_stopped():
