@@ -56,6 +56,10 @@ class Result(TypedDict):
     request: str
 
 
+START = b'{"line": '
+"""The beginning of each line of the output."""
+
+
 class Job(NamedTuple):
     """A line of the file of prompts that has no answer yet: its number `line`, its `content`, and its request."""
 
@@ -185,18 +189,21 @@ def _results(out: Path, jobs: Sequence[Job], prompts: Path) -> dict[int, str]:
     """Return the lines that a command wrote before it was interrupted, and drop a last one that is cut."""
     digests, results = {job.line: job.digest for job in jobs}, dict[int, str]()
     content = out.read_bytes() if out.exists() else b""
-    complete = content[: content.rfind(b"\n") + 1]
-    for number, line in enumerate(complete.split(b"\n")[:-1], 1):
-        other = f"line {number} of {out} is no answer to {prompts} by this model with these options"
-        again = "choose another --out, or --replace starts over"
-        with explained(f"{other}; {again}", ValueError):
+    *lines, cut = content.split(b"\n")
+    other = f"of {out} is no answer to {prompts} by this model with these options"
+    again = "choose another --out, or --replace starts over"
+    for number, line in enumerate(lines, 1):
+        with explained(f"line {number} {other}; {again}", ValueError):
             result: Result = read_json(Result, line)
         if digests.get(result["line"]) != result["request"]:
-            raise CommandError(f"{other}: {again}")
+            raise CommandError(f"line {number} {other}: {again}")
         results[result["line"]] = line.decode() + "\n"
-    if complete != content:
+    # another file may end without a line feed, and is not to be cut
+    if not START.startswith(cut[: len(START)]):
+        raise CommandError(f"line {len(lines) + 1} {other}: {again}")
+    if cut:
         with out.open("r+b") as file:
-            file.truncate(len(complete))
+            file.truncate(len(content) - len(cut))
     return results
 
 

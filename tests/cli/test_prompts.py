@@ -161,9 +161,11 @@ def test_more_prompts_are_added_and_others_are_refused(finished, path, complete,
     write(path, LINES)
     assert main(command(finished, path, out, "--replace")) == 0
     assert out.read_bytes() == complete
-    out.write_text("something else\n")
-    assert main(command(finished, path, out)) == 2
-    assert out.read_text() == "something else\n"
+    for other in ("something else\n", '{"name": "something else"}', "notes"):
+        out.write_text(other, encoding="utf-8")
+        assert main(command(finished, path, out)) == 2
+        assert f"line 1 of {out} is no answer to" in capsys.readouterr().err
+        assert out.read_text("utf-8") == other
 
 
 @pytest.mark.parametrize(
