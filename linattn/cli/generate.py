@@ -17,6 +17,7 @@ from linattn.cli.loading import load_past, open_model
 from linattn.cli.read import state_after
 from linattn.cli.run_folder import is_pretrained
 from linattn.console.errors import CommandError, explained
+from linattn.console.files import output_file
 from linattn.console.processes import ending_together, first_process_only, joined_processes, rank, world_size
 from linattn.distributed import shard_sequence
 from linattn.generation import Sampling, stream
@@ -118,7 +119,7 @@ def _run_together(arguments: argparse.Namespace) -> int:
 
 def _check_file_options(arguments: argparse.Namespace) -> None:
     """Raise CommandError for options that have no effect beside the others. Set --batch to its default if it is not
-    given."""
+    given, and --out to the file behind a link."""
     if arguments.prompts is None:
         for name in ("out", "batch", "replace"):
             if getattr(arguments, name):
@@ -131,8 +132,10 @@ def _check_file_options(arguments: argparse.Namespace) -> None:
         raise CommandError("--prompts needs --out, the file of the texts")
     elif not arguments.prompts.is_file():
         raise CommandError(f"there is no file {arguments.prompts}")
-    elif arguments.out.exists() and arguments.out.samefile(arguments.prompts):
-        raise CommandError(f"--out must be another file than --prompts, but both are {arguments.out}")
+    else:
+        arguments.out = output_file(arguments.out)
+        if arguments.out.exists() and arguments.out.samefile(arguments.prompts):
+            raise CommandError(f"--out must be another file than --prompts, but both are {arguments.out}")
     arguments.batch = arguments.batch or 16
 
 

@@ -19,7 +19,7 @@ from linattn.cli.loading import load_past, open_model
 from linattn.cli.vocabulary import Bytes
 from linattn.console.atomic import remove_partial_files
 from linattn.console.errors import CommandError, explained
-from linattn.console.files import find_files
+from linattn.console.files import find_files, output_file
 from linattn.console.lock import locked
 from linattn.console.processes import ending_together, first_process_only, has_lost_process, joined_processes
 from linattn.distributed import last_state, shard_sequence
@@ -45,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.out.is_dir():
-        raise CommandError(f"--out {arguments.out} is a folder, but must be a file")
+    arguments.out = output_file(arguments.out)
     if arguments.out.exists() and not (arguments.replace or unfinished(arguments.out).exists()):
         raise CommandError(f"there is a file {arguments.out} already: --replace replaces it")
     files = [] if arguments.texts == ["-"] else find_files(arguments.texts)

@@ -1,4 +1,4 @@
-"""The search for files of data in the paths of a command line."""
+"""The files of a command line: those of data, which are searched for, and the one that is written."""
 
 import fnmatch
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,8 @@ def find_files(paths: Sequence[str], include: Sequence[str] = (), exclude: Seque
     for path in map(Path, paths):
         if not path.exists():
             raise CommandError(f"there is no file or folder {path}")
+        if not (path.is_file() or path.is_dir()):
+            raise CommandError(f"{path} must be a file or a folder, but is a pipe or a device")
         files += [path] if path.is_file() else _files_in(path, include, exclude)
     if not files:
         patterns = f" that fit --include {' '.join(include)}" if include else ""
@@ -34,3 +36,13 @@ def _files_in(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> I
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def output_file(path: Path) -> Path:
+    """Return the file that is written where --out is `path`: behind a link, the file that it leads to. Raise
+    CommandError if anything else is there."""
+    if path.exists() and not path.is_file():
+        raise CommandError(
+            f"--out {path} is {'a folder' if path.is_dir() else 'a pipe or a device'}, but must be a file"
+        )
+    return path.resolve() if path.is_symlink() else path

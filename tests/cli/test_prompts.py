@@ -72,6 +72,13 @@ def test_a_batch_of_one_and_what_editors_add_change_nothing(finished, path, comp
     assert [each.name for each in out.parent.iterdir()] == ["out.jsonl"]
 
 
+def test_a_link_to_the_texts_stays_a_link(finished, path, complete, tmp_path):
+    link, texts = tmp_path / "link", tmp_path / "texts.jsonl"
+    link.symlink_to(texts.name)
+    assert main(command(finished, path, link)) == 0
+    assert link.is_symlink() and texts.read_bytes() == complete
+
+
 def test_prompts_go_on_from_a_state(finished, text, tmp_path, capsys):
     state, out = tmp_path / "a.state", tmp_path / "out.jsonl"
     assert main(["read", str(finished), str(text / "a.txt"), "--out", str(state)]) == 0
@@ -205,6 +212,7 @@ def test_a_broken_line_is_refused_by_its_number(finished, path, tmp_path, capsys
         (("--prompts", "x", "--out", "y"), "there is no file x"),
         (("--prompts", "empty", "--out", "y"), "there are no prompts in empty"),
         (("--prompts", "empty", "--out", "empty"), "--out must be another file than --prompts"),
+        (("--prompts", "empty", "--out", "."), "--out . is a folder, but must be a file"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(finished, tmp_path, capsys, monkeypatch, arguments, message):

@@ -1,11 +1,12 @@
 """The files of a command: those that are named, and those in folders whose names fit, in order."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from linattn.console.errors import CommandError
-from linattn.console.files import find_files
+from linattn.console.files import find_files, output_file
 
 
 @pytest.fixture
@@ -44,3 +45,20 @@ def test_no_file_is_an_error(tree):
         find_files([str(tree / "nowhere")])
     with pytest.raises(CommandError, match=r"there are no files that fit --include \*\.c"):
         find_files([str(tree)], include=("*.c",))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs pipes with names")
+def test_a_pipe_is_no_file(tree):
+    """It would be waited for, and replaced: as root, so would /dev/null."""
+    os.mkfifo(tree / "pipe")
+    with pytest.raises(CommandError, match=r"pipe must be a file or a folder, but is a pipe or a device"):
+        find_files([str(tree / "pipe")])
+    with pytest.raises(CommandError, match=r"--out .*pipe is a pipe or a device, but must be a file"):
+        output_file(tree / "pipe")
+
+
+def test_a_link_stays_and_its_file_is_written(tree):
+    for name, target in (("link", tree / "a.py"), ("dangling", tree / "new.py")):
+        (tree / name).symlink_to(target.name)
+        assert output_file(tree / name) == target.resolve()
+    assert output_file(Path("new.py")) == Path("new.py")
