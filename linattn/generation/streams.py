@@ -70,7 +70,8 @@ def generate(
         try:
             step = next(steps)
         except StopIteration as end:
-            results: list[Any] = new if call.coder is None else [call.coder.decode(row) for row in new]
+            pairs = zip(new, call.sampler.rows, strict=True)
+            results: list[Any] = new if call.coder is None else [call.coder.decode(*pair) for pair in pairs]
             result = results[0] if call.single else results
             # copies, as tensors of inference mode take no part in training
             return (result, map_state(torch.clone, end.value)) if return_state else result
@@ -161,7 +162,7 @@ def _rows(prompts: Any) -> Any:
 
 
 def _texts(steps: Iterator[list[int | None]], sampler: Sampler, coder: TextCoder) -> Iterator[list[str | None]]:
-    decoders = [coder.decoder() for _ in sampler.rows]
+    decoders = [coder.decoder(prompt) for prompt in sampler.rows]
 
     def piece(decode: Decoder, token: int | None, last: bool) -> str | None:
         if token is None:

@@ -40,11 +40,16 @@ class TextCoder:
         """Return the tokens of each text; with `begins`, after the token that begins a document."""
         return [self.tokenizer.encode(text, add_special_tokens=begins).ids for text in texts]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: Sequence[int], prompt: Sequence[int]) -> str:
+        return "".join(map(self.decoder(prompt), [*tokens, None]))
 
-    def decoder(self) -> Decoder:
-        return text_decoder(self.tokenizer, skip_special_tokens=True)
+    def decoder(self, prompt: Sequence[int]) -> Decoder:
+        """Return a decoder for the tokens after those of the `prompt`. Many tokenizers write no space before the first
+        token of a text, so the prompt is decoded first."""
+        decode = text_decoder(self.tokenizer, skip_special_tokens=True)
+        for token in prompt:
+            decode(token)
+        return decode
 
 
 def text_decoder(tokenizer: Any, *, skip_special_tokens: bool) -> Decoder:

@@ -1,9 +1,12 @@
 """Text in the place of tokens: whatever tokens a model draws, their text streams."""
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from linattn.generation import Sampling, generate, stream
 from linattn.generation.texts import TextStream, text_decoder
+from tests.models.causal import small_model
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +34,20 @@ def test_bytes_that_are_no_text_end_no_text(tokenizer, wrong, end):
     """The tokenizer's own stream raises an error here: a wrong byte makes "�" of the right bytes before it, too."""
     text = "".join(pieces(tokenizer, [256, 0x0A, *wrong, *end]))
     assert text.startswith(" a\n�") and text.endswith(tokenizer.decode(end))
+
+
+def test_a_text_goes_on_with_the_space_that_its_prompt_ends_before(tmp_path):
+    """Llama's tokenizers write no space before the first word of a text, and a new word is none."""
+    vocabulary = {"<unk>": 0, "▁the": 1, "▁cat": 2}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    model = small_model({"attention": "elu", "vocab_size": 3})
+    model.tokenizer_file = tmp_path / "tokenizer.json"
+    cat = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    options = {"max_new_tokens": 2, "sampling": Sampling(filter=lambda logits: cat.expand_as(logits))}
+    assert generate(model, ["the", "the cat"], **options) == [" cat cat", " cat cat"]
+    assert list(stream(model, "the", **options)) == [" cat", " cat"]
 
 
 def test_the_rest_of_a_text_ends_before_the_stop_text_too():
