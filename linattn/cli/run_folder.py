@@ -63,7 +63,9 @@ class Run:
     def describe(self, **changes: Any) -> None:
         """Set these fields of the description, run.json, and write it."""
         self.description |= changes
-        write_atomically(self.folder / DESCRIPTION, json.dumps(self.description, indent=2) + "\n")
+        text = json.dumps(self.description, indent=2, ensure_ascii=False) + "\n"
+        # the name of a file may have bytes that are no UTF-8, which no reader of JSON takes
+        write_atomically(self.folder / DESCRIPTION, text.encode("utf-8", "replace").decode())
 
     def tokens(self, part: str) -> "TokenRow":
         """Return the run's tokens for "training" or "validation"."""
@@ -117,6 +119,9 @@ def require_free(folder: Path, *, replace: bool) -> None:
     """Refuse to overwrite a run by accident, and to delete anything that is not a run."""
     if folder.name in ("", ".."):
         raise CommandError(f"--out must end with the name of a folder for the run, but is {folder}")
+    # Python writes bytes that are no UTF-8 as surrogates
+    if any("\ud800" <= character <= "\udfff" for character in str(folder.absolute())):
+        raise CommandError(f"--out must be a path in UTF-8, as safetensors takes no other, but is {str(folder)!a}")
     if folder.is_symlink():
         raise CommandError(f"{folder} is a link: name the folder itself as --out")
     if is_run(folder) and not replace:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from linattn.cli import demo
 from linattn.cli.main import main
+from linattn.cli.run_folder import open_run
 from linattn.cli.trainer import RunTrainer
 from linattn.console.atomic import copy_atomically, write_atomically
 from linattn.console.errors import CommandError, writing
@@ -120,6 +121,15 @@ def test_a_link_is_no_place_for_a_run(here, finished, capsys, target):
     before = snapshot(here)
     line = fails(capsys, "train", "text", "--out", "link", "--replace", *TINY, *SHORT)
     assert "link is a link: name the folder itself" in line and snapshot(here) == before
+
+
+def test_a_path_may_be_no_text(here, finished, capsys):
+    """Linux takes any bytes as a name. A run has read such data, but cannot have such a name."""
+    line = fails(capsys, "train", "text", "--out", os.fsdecode(b"caf\xe9"), *TINY, *SHORT)
+    assert "--out must be a path in UTF-8" in line
+    shutil.copytree(finished, "run")
+    open_run(Path("run")).describe(paths=[os.fsdecode(b"caf\xe9.txt"), "café.txt"])
+    assert open_run(Path("run")).description["paths"] == ["caf?.txt", "café.txt"]
 
 
 def test_only_a_run_goes_on(here, finished, capsys):
