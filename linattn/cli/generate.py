@@ -1,7 +1,6 @@
 """`linattn generate`: write text with a trained model, token by token, for one prompt or for many at a time."""
 
 import argparse
-import io
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -211,9 +210,6 @@ def text(vocabulary: Any, prompt: Iterable[int], new: Iterable[int], stop: str |
 
 
 def _write(pieces: Iterable[str]) -> None:
-    # characters that the terminal cannot encode are replaced and do not raise
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
     for piece in pieces:
         print(piece, end="", flush=True)
     print(flush=True)

@@ -1,6 +1,7 @@
 """The console entry: runs the command and turns the user's errors into one line and an exit status."""
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -87,6 +88,7 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    _prepare_streams()
     parsed = make_parser().parse_args(arguments)
     command = COMMANDS[parsed.command]
     try:
@@ -119,6 +121,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
     print(f"linattn {parsed.command}: {' '.join(message.split())}", file=sys.stderr)
     return status
+
+
+def _prepare_streams() -> None:
+    """Open the null device for each stream that is closed, as those of a service may be, and replace characters that
+    stdout cannot encode."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _discard_output() -> None:

@@ -1,7 +1,9 @@
 """The command before any of its work: what it says where its packages are missing, and to names that do not exist."""
 
 import argparse
+import io
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -118,3 +120,20 @@ def test_a_name_like_none_suggests_none(capsys):
     with pytest.raises(SystemExit):
         main(["train", "x", "--out", "y", "--zzz"])
     assert "did you mean" not in capsys.readouterr().err
+
+
+def test_it_needs_no_open_streams(finished, monkeypatch):
+    """A service, such as one of cron or of a window system, may have none."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["generate", str(finished), "--prompt", "-", "--max-new-tokens", "2"]) == 0
+    assert main(["info", str(finished)]) == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_what_the_output_cannot_encode_is_replaced(finished, tmp_path, monkeypatch, encoding):
+    folder, stream = tmp_path / "日本", io.BytesIO()
+    shutil.copytree(finished, folder)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stream, encoding=encoding))
+    assert main(["info", str(folder)]) == 0
+    assert b"??, begun" in stream.getvalue()
