@@ -32,13 +32,17 @@ class Choice:
 
 def write_data(choice: Choice, encoder: Encoder, folder: Path, *, context: int) -> Parts:
     """Write the tokens of the data into the folder. Raise CommandError unless both parts have `context` tokens."""
-    if choice.validation_paths:
-        parts = [
-            *_write(choice, choice.paths, encoder, folder, ("training",)),
-            *_write(choice, choice.validation_paths, encoder, folder, ("validation",)),
-        ]
+    sources = [choice.sources(paths) for paths in (choice.paths, choice.validation_paths) if paths]
+    if choice.field != Choice.field and not any(each.rows for each in sources):
+        raise CommandError(
+            f"--field {choice.field} is for rows, in files of .jsonl, .jsonl.gz or .parquet or in data sets, but the "
+            f"data are text, such as {sources[0].texts[0]}"
+        )
+    if len(sources) == 1:
+        parts = _write(choice, sources[0], encoder, folder, ("training", "validation"))
     else:
-        parts = _write(choice, choice.paths, encoder, folder, ("training", "validation"))
+        pairs = zip(sources, ("training", "validation"), strict=True)
+        parts = [part for each, name in pairs for part in _write(choice, each, encoder, folder, (name,))]
     training, validation = parts
     data: Parts = {"training": training, "validation": validation}
     check_lengths(data, context)
@@ -55,12 +59,10 @@ def check_lengths(parts: Parts, context: int) -> None:
             )
 
 
-def _write(
-    choice: Choice, paths: Sequence[str], encoder: Encoder, folder: Path, names: Sequence[str]
-) -> Sequence[Part]:
-    """Write the data at the paths into the parts with these `names`: "training", "validation", or both, between which
+def _write(choice: Choice, sources: Sources, encoder: Encoder, folder: Path, names: Sequence[str]) -> Sequence[Part]:
+    """Write the data of the sources into the parts with these `names`: "training", "validation", or both, between which
     the data are divided. Return the parts."""
-    sources, share = choice.sources(paths), choice.validation_part if len(names) > 1 else 0.0
+    share = choice.validation_part if len(names) > 1 else 0.0
     if sources.rows:
         return write_rows(sources.rows, choice.field, encoder, folder / names[0], share)[: len(names)]
     extents = [entire(sources.texts)] if len(names) == 1 else split(sources.texts, share)

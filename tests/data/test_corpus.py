@@ -107,6 +107,20 @@ def test_a_missing_field_is_told_with_the_row_and_the_fields(kind, tmp_path):
     assert kind.removeprefix("hub") in message
 
 
+def test_a_field_of_text_is_refused(tmp_path):
+    """JSON of another ending is text, which would be trained on as it is."""
+    path = Path(write(tmp_path, "lines.jsonl", TEXTS, field="content"))
+    json_file = path.rename(tmp_path / "lines.json")
+    message = refusal(str(json_file), tmp_path, field="content")
+    assert message.startswith("--field content is for rows, in files of .jsonl") and message.endswith(str(json_file))
+    # it may be for one of the two kinds of data
+    rows = write(tmp_path, "lines.jsonl", TEXTS, field="content")
+    for paths in ([rows], [str(json_file)]), ([str(json_file)], [rows]):
+        choice = Choice(paths=paths[0], validation_paths=paths[1], field="content")
+        (folder := tmp_path / Path(paths[0][0]).suffix).mkdir()
+        assert set(write_data(choice, Bytes(), folder, context=8)) == {"training", "validation"}
+
+
 def test_wrong_rows_are_told_by_number(tmp_path):
     def error(content: bytes) -> str:
         (tmp_path / "a.jsonl").write_bytes(b'{"text": "right"}\n\n' + content)
