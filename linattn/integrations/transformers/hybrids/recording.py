@@ -82,6 +82,19 @@ class RecordingLayer(LinearAttentionLayer):
         self.has_previous_state = dict(self.is_conv_states_initialized)
         self.calls.clear()
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+
+        def reorder(x: Tensor) -> Tensor:
+            return x.index_select(0, beam_idx.to(x.device))
+
+        for _, conv, recurrent, histories in self.calls:
+            for states in (conv, recurrent):
+                states.update({i: reorder(x) for i, x in states.items() if x is not None})
+            for history in histories.values():
+                if history is not None:
+                    history.map(reorder)
+
     def reset(self) -> None:
         self.calls.clear()
         super().reset()

@@ -99,6 +99,22 @@ def test_cropped_is_never_read(sped_up, family, cuts, count):
         cropped.crop(-4)
 
 
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("count", [2, 5])
+@torch.no_grad()
+def test_the_past_of_reordered_rows_is_reordered_too(sped_up, family, count):
+    """The tokens that are taken back are a part of a call, or all of it."""
+    model, order = sped_up(family), torch.tensor([2, 0, 2])
+    x, following = torch.randint(3, VOCABULARY, (3, 9)), torch.randint(3, VOCABULARY, (3, 2))
+    cropped, fresh = (DynamicCache(config=model.config) for _ in range(2))
+    cropped.activate_past_recording()
+    read(model, cropped, *x.split((4, 5), 1))
+    cropped.reorder_cache(order)
+    cropped.crop(-count)
+    expected = read(model, fresh, *x[order, : 9 - count].split(1, 1), *following.split(1, 1))[:, -2:]
+    assert_close(read(model, cropped, following), expected, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
 @torch.no_grad()
 def test_what_is_not_recorded_cannot_be_taken_back(sped_up, family):
