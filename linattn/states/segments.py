@@ -20,7 +20,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from linattn.checks import check_sizes
 from linattn.models.loss import NO_LABEL, count_following
 from linattn.models.token_model import TokenModel, TokenModelState
-from linattn.nn.checks import check_indices
+from linattn.nn.checks import check_indices, out_of_range
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import map_state, tensors_in, with_tensors
 from linattn.ops.tokens.compaction import compact, pack, packed_mask
@@ -73,7 +73,10 @@ def segmented_loss(
         # half precision would lose small losses in a sum over many tokens
         logits = logits.float() if logits.element_size() < 4 else logits
         of_piece = targets[:, piece].flatten()
-        return F.cross_entropy(logits, of_piece, ignore_index=NO_LABEL, reduction="sum") / count, state
+        try:
+            return F.cross_entropy(logits, of_piece, ignore_index=NO_LABEL, reduction="sum") / count, state
+        except IndexError as error:
+            raise out_of_range("labels", targets[targets != NO_LABEL], logits.shape[-1]) from error
 
     with evaluating(model):
         if state is None:

@@ -15,9 +15,10 @@ from transformers.utils.generic import can_return_tuple
 
 from linattn.integrations.transformers.own_model.cache import LinattnCache
 from linattn.integrations.transformers.own_model.config import LinattnConfig
-from linattn.integrations.transformers.own_model.model import LinattnPreTrainedModel, make_key_mask
+from linattn.integrations.transformers.own_model.model import LinattnPreTrainedModel, checked_inputs, make_key_mask
 from linattn.models import LanguageModel
 from linattn.models.loss import NO_LABEL, count_following
+from linattn.nn.checks import out_of_range
 from linattn.states import segmented_loss
 
 
@@ -69,9 +70,8 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
                 "output_attentions": output_attentions,
             }
             self._check_segments([name for name, value in others.items() if value])
-            if input_ids is None:
-                raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-            return self._in_segments(input_ids, attention_mask, labels, cache, num_items_in_batch)
+            tokens = checked_inputs(self.model, input_ids, None)
+            return self._in_segments(tokens, attention_mask, labels, cache, num_items_in_batch)
         x, key_mask, states = self.hidden(
             input_ids, attention_mask, inputs_embeds, output_hidden_states, output_attentions, cache
         )
@@ -79,10 +79,17 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         logits = self.model.logits(x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep])
         loss = None
         if labels is not None:
+            if isinstance(logits_to_keep, Tensor) or logits.shape[1] != x.shape[1]:
+                raise ValueError("the loss of labels needs the logits after all tokens: give no logits_to_keep")
             labels = _present(labels, key_mask, count_following(labels, x))
-            targets = F.pad(labels[:, 1:], (0, x.shape[1] + 1 - labels.shape[1]), value=NO_LABEL).contiguous()
+            # models take int32 tokens too, unlike torch's loss
+            targets = labels[:, 1:].long()
+            targets = F.pad(targets, (0, x.shape[1] - targets.shape[1]), value=NO_LABEL).contiguous()
             options = {"num_items_in_batch": num_items_in_batch, "shift_labels": targets}
-            loss = self.loss_function(logits, labels, logits.shape[-1], **options)
+            try:
+                loss = self.loss_function(logits, labels, logits.shape[-1], **options)
+            except IndexError as error:
+                raise out_of_range("labels", targets[targets != NO_LABEL], logits.shape[-1]) from error
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
 
     def get_output_embeddings(self) -> nn.Linear | None:

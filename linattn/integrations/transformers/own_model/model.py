@@ -22,6 +22,7 @@ from linattn.integrations.transformers.own_model.config import LinattnConfig, No
 from linattn.models import LanguageModel, TokenModelState
 from linattn.models.language_model import INIT_STD
 from linattn.nn.branch import Call
+from linattn.nn.checks import check_indices, check_tokens
 from linattn.nn.residual import Extension
 
 
@@ -64,9 +65,7 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
         The arguments are those of transformers' models, and the `cache` with the past."""
         if output_attentions:
             raise ValueError("output_attentions: a linattn model never has the matrix of attention weights")
-        tokens = inputs_embeds if input_ids is None else input_ids
-        if tokens is None or (input_ids is not None and inputs_embeds is not None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        tokens = checked_inputs(self.model, input_ids, inputs_embeds)
         key_mask = make_key_mask(attention_mask, tokens, 0 if cache is None else cache.get_seq_length())
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -213,6 +212,17 @@ def _new_model(config: LinattnConfig) -> LanguageModel:
 
 def _is_loaded(tensor: Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)
+
+
+def checked_inputs(model: LanguageModel, input_ids: Any, inputs_embeds: Any) -> Tensor:
+    """Return the tokens (b, n) or the embeddings (b, n, d). Raise ValueError unless it is one of the two."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+    if inputs_embeds is not None:
+        check_tokens(inputs_embeds, model.config.dim, name="inputs_embeds")
+        return inputs_embeds
+    check_indices(input_ids, None, name="input_ids")
+    return input_ids
 
 
 def make_key_mask(attention_mask: Tensor | None, tokens: Tensor, seen: int) -> Bool[Tensor, "b n"] | None:

@@ -54,6 +54,39 @@ def test_masks_may_be_bool_or_integers_and_have_holes():
         assert_close(model(tokens, attention_mask=mask.to(dtype)).logits[0, present], expected)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": prompts()[0]}, r"input_ids must be int64 or int32 \(b, n\), but are torch.int64 \(9,\)"),
+        ({"input_ids": [[1, 2]]}, "input_ids must be a tensor, but is a list"),
+        ({"inputs_embeds": prompts()}, "inputs_embeds must be floating-point, but is torch.int64"),
+        ({"inputs_embeds": torch.randn(9, 32)}, r"inputs_embeds must be \(b, n, 32\), but is \(9, 32\)"),
+        ({"inputs_embeds": torch.randn(3, 9, 31)}, r"inputs_embeds must be \(b, n, 32\), but is \(3, 9, 31\)"),
+        ({"labels": torch.full((3, 9), 31)}, r"labels must be in \[0, 31\), but go from 31 to 31"),
+        ({"labels": prompts(), "logits_to_keep": 2}, "the loss of labels needs the logits after all tokens"),
+        ({"labels": prompts(), "logits_to_keep": torch.arange(8, -1, -1)}, "give no logits_to_keep"),
+    ],
+)
+@pytest.mark.parametrize("segment_length", [None, 4])
+def test_inputs_and_labels_that_do_not_fit_are_named(unchecked, changes, message, segment_length):
+    model, inputs = make("elu"), {"input_ids": prompts()} | changes
+    if "inputs_embeds" in changes:
+        del inputs["input_ids"]
+    model.segment_length = segment_length
+    if segment_length is not None and "logits_to_keep" in changes:
+        message = "does not work with logits_to_keep"
+    with pytest.raises(ValueError, match=message):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("segment_length", [None, 4])
+def test_int32_tokens_and_labels_have_the_loss_of_int64(segment_length):
+    model, tokens = make("elu"), prompts()
+    loss = torch.nn.functional.cross_entropy(model(tokens).logits[:, :-1].mT, tokens[:, 1:])
+    model.segment_length = segment_length
+    assert_close(model(tokens.int(), labels=tokens.int()).loss.double(), loss, rtol=1e-6, atol=0)
+
+
 def test_masks_that_cannot_be_honoured_are_refused():
     model, tokens = make("elu"), prompts(2, 8)
     with pytest.raises(ValueError, match=r"must be \(2, 8\) for 8 tokens, but is \(2, 1, 8, 8\)"):
