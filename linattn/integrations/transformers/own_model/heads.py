@@ -226,10 +226,10 @@ def _present(
 
 
 def _pooled(x: Float[Tensor, "b n d"], key_mask: Bool[Tensor, "b n"] | None, *, causal: bool) -> Float[Tensor, "b d"]:
-    """Return the vector of the last present token if causal, else the mean of all present ones."""
+    """Return the vector of the last present token if causal, else the mean of all present ones; zeros if there is
+    none."""
     present = torch.ones_like(x[..., 0], dtype=torch.bool) if key_mask is None else key_mask
     if causal:
-        last = x.shape[1] - 1 - present.flip(1).byte().argmax(1)
-        return x[torch.arange(len(x), device=x.device), last]
+        present = present & (present.flip(1).cumsum(1).flip(1) == 1)
     # a missing token's vector may be anything, NaN too
     return x.masked_fill(~present.unsqueeze(-1), 0).sum(1) / present.sum(1, keepdim=True).clamp(min=1)

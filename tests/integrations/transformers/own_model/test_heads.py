@@ -97,6 +97,17 @@ def test_sequences_are_scored_as_defined(causal):
     assert_close(model(tokens).logits, pooled @ model.score.weight.T)
 
 
+@both
+def test_a_sequence_without_tokens_has_no_scores(causal):
+    model, tokens = classifier(AutoModelForSequenceClassification, causal=causal), prompts()
+    mask = torch.ones_like(tokens)
+    mask[1] = 0
+    logits = model(tokens, attention_mask=mask).logits
+    assert_close(logits[1], torch.zeros_like(logits[1]))
+    assert_close(logits[[0, 2]], model(tokens[[0, 2]]).logits)
+    assert_close(model(tokens[:, :0]).logits, torch.zeros_like(logits))
+
+
 @pytest.mark.parametrize(
     ("problem", "labels", "loss"),
     [
