@@ -62,13 +62,21 @@ class _Calls(TorchFunctionMode):
     def __init__(self, method: str, window: int | None) -> None:
         super().__init__()
         self.method, self.window, self.count = method, window, 0
+        self.has_gradients = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         self.count += 1
-        return func(*args, **kwargs) if self.method == "softmax" else _attend(self.method, self.window, *args, **kwargs)
+        if self.method == "softmax":
+            return func(*args, **kwargs)
+        if self.has_gradients and not torch.is_grad_enabled():
+            raise ValueError(
+                "it attends without gradients, as inside of a checkpoint with use_reentrant=True, which would compute "
+                "softmax attention in the backward pass: checkpoint the module as a whole"
+            )
+        return _attend(self.method, self.window, *args, **kwargs)
 
 
 def _forward(module: nn.Module, name: str, method: str, window: int | None, /, *args: Any, **options: Any) -> Any:

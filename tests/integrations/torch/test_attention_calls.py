@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from linattn import replace_attention
 from linattn.attention import ATTENTIONS, traits
@@ -322,6 +323,24 @@ def test_what_does_not_fit_is_refused_before_anything_changes(attention, options
     with pytest.raises(ValueError, match=message):
         replace_attention(model, attention, **options)
     assert dict(model.named_modules()) == before
+
+
+class CheckpointingAttention(Attention):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return checkpoint(super().forward, x, mask, use_reentrant=True)
+
+
+def test_a_checkpoint_goes_around_attention_and_not_inside():
+    """Inside, the backward pass would compute the gradients of softmax."""
+    model, x = nn.Sequential(CheckpointingAttention()).double(), tokens()["x"].double().requires_grad_()
+    replace_attention(model, "elu")
+    with pytest.raises(ValueError, match=r"0 .*checkpoint .*: checkpoint the module as a whole"):
+        model(x)
+    model = nn.Sequential(Attention()).double()
+    replace_attention(model, "elu")
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    checkpoint(model, x, use_reentrant=True).sum().backward()
+    assert_close(x.grad, expected)
 
 
 def test_a_forward_that_something_else_has_set_is_not_left_out():
