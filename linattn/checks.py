@@ -64,6 +64,14 @@ def check_tensors(**tensors: object) -> None:
             )
 
 
+def check_floating(**tensors: Any) -> None:
+    """Raise ValueError unless all are floating-point tensors on the same device."""
+    check_tensors(**tensors)
+    for name, x in tensors.items():
+        if not x.dtype.is_floating_point:
+            raise ValueError(f"{name} must be floating-point, but is {x.dtype}")
+
+
 def check_boolean(mask: Tensor, *, name: str = "key_mask", meaning: str = "a key is present") -> None:
     """Raise ValueError unless the mask is boolean. The error tells what True means."""
     check_tensors(**{name: mask})

@@ -112,6 +112,26 @@ def test_attentions_take_tensors_of_one_device(spec: str, causal: bool) -> None:
                 attention.extend(q, k, v, elsewhere)
 
 
+@over(CAUSAL + GLOBAL)
+def test_attentions_take_floating_point_numbers(spec: str, causal: bool) -> None:
+    attention, (q, k, v) = make(spec, causal), heads(5)
+    functions = [attention, attention.extend if causal else lambda q, k, v: attention.summarize(k, v)]
+    for function in functions:
+        for wrong in ((q, k, v.long()), (q, k.long(), v), (q.long(), k.long(), v.long())):
+            with pytest.raises(ValueError, match=r"must be floating-point, but is torch\.int64"):
+                function(*wrong)
+
+
+@pytest.mark.parametrize(("function", "given"), list(calls()))
+def test_operators_never_round_to_whole_numbers(function: Callable[..., Any], given: dict[str, Any]) -> None:
+    for name in ("q", "k", "v"):
+        if name in given:
+            with contextlib.suppress(ValueError):
+                outputs = call(function, given | {name: (4 * given[name]).long()})
+                y = outputs if isinstance(outputs, Tensor) else outputs[0]
+                assert isinstance(y, tuple) or y.is_floating_point(), f"{name} of whole numbers gives {y}"
+
+
 def image_module(module: nn.Module) -> bool:
     return isinstance(module, (ImageLinearAttention, PositionLinearAttention, ChannelLinearAttention))
 

@@ -4,12 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
-from linattn.checks import check_boolean, check_tensors, given, on_one_device
+from linattn.checks import check_boolean, check_floating, check_tensors, given, on_one_device
 from linattn.ops.nested import batch_size, first_tensor, for_batch
 
 
 def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    check_tensors(k=k, v=v)
+    check_floating(k=k, v=v)
     shapes = f"k is {tuple(k.shape)} and v is {tuple(v.shape)}"
     if k.ndim != 4 or v.ndim != 4:
         raise ValueError(f"k and v must be (b, h, m, d), with the heads in front of the tokens, but {shapes}")
@@ -36,6 +36,9 @@ def checked_heads(
     past = None if state is None else first_tensor(state)
     if not on_one_device(q, k, v) or (past is not None and past.device != q.device):
         check_tensors(q=q, k=k, v=v, **given(state=past))
+    # outputs have the dtype of v, in which whole numbers would lose what follows the point
+    if not (q.dtype.is_floating_point and k.dtype.is_floating_point and v.dtype.is_floating_point):
+        check_floating(q=q, k=k, v=v)
     of_q, of_k, of_v = q.shape, k.shape, v.shape
     if len(of_q) != 4:
         raise ValueError(f"q must be (b, h, n, d), with the heads in front of the tokens, but is {tuple(of_q)}")

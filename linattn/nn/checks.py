@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from linattn.checks import check_boolean, check_tensors
+from linattn.checks import check_boolean, check_floating, check_tensors
 
 # others, such as quantized and adapted layers, convert their inputs by themselves
 _PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear, nn.Conv2d)
@@ -53,10 +53,7 @@ def check_tokens(
 
 def check_floats(x: Tensor, weight: Tensor | None = None, *, name: str = "x") -> None:
     """Raise ValueError unless x is a tensor of floating-point numbers, on the device of a module's weight."""
-    if not isinstance(x, Tensor):
-        check_tensors(**{name: x})
-    if not x.is_floating_point():
-        raise ValueError(f"{name} must be floating-point, but is {x.dtype}")
+    check_floating(**{name: x})
     if weight is not None and x.device != weight.device:
         check_tensors(**{name: x, "the module": weight})
 

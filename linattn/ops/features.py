@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linattn.checks import check_tensors, on_one_device
+from linattn.checks import check_floating, check_tensors, on_one_device
 from linattn.names import unknown_name
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.linear import broadcast, causal_linear_attention, checked_decay, checked_mask, read, summarize
@@ -111,6 +111,7 @@ def causal_feature_attention(
 
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
     queries, keys = checked_features("queries", queries), checked_features("keys", keys).scalable()
+    check_floating(v=v)
     if queries.function != keys.function:
         queries, keys = queries.evaluated(), keys.evaluated()
     keys, log_size = _masked(keys, key_mask)

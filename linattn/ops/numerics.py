@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
-from linattn.checks import check_tensors
+from linattn.checks import check_floating
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -67,9 +67,7 @@ def expand(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 def summable(x: Tensor, name: str) -> Tensor:
     """Return x in the dtype in which its gradient may be summed, where tokens share a number. Raise ValueError, with
     `name`, unless it is a floating-point tensor."""
-    check_tensors(**{name: x})
-    if not x.dtype.is_floating_point:
-        raise ValueError(f"{name} must be floating-point, but is {x.dtype}")
+    check_floating(**{name: x})
     return x.to(accumulator(x.dtype))
 
 
