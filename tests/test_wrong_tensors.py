@@ -122,6 +122,18 @@ def test_attentions_take_floating_point_numbers(spec: str, causal: bool) -> None
                 function(*wrong)
 
 
+@over(GLOBAL)
+def test_summaries_are_read_by_queries_of_split_heads(spec: str, causal: bool) -> None:
+    attention, (q, k, v) = make(spec, causal), heads(5)
+    summary = attention.summarize(k, v)
+    assert attention.read(q, summary).shape == q.shape[:-1] + v.shape[-1:]
+    wrong: Any
+    for wrong in (q[0], q[:, :3], q.long(), q.numpy(), None):
+        with pytest.raises(ValueError, match=r"\bq\b|heads"):
+            attention.read(wrong, summary)
+            pytest.fail(f"{type(wrong)} is read")
+
+
 @pytest.mark.parametrize(("function", "given"), list(calls()))
 def test_operators_never_round_to_whole_numbers(function: Callable[..., Any], given: dict[str, Any]) -> None:
     for name in ("q", "k", "v"):

@@ -8,6 +8,13 @@ from linattn.checks import check_boolean, check_floating, check_tensors, given, 
 from linattn.ops.nested import batch_size, first_tensor, for_batch
 
 
+def check_queries(q: Tensor) -> None:
+    if not isinstance(q, Tensor) or not q.dtype.is_floating_point:
+        check_floating(q=q)
+    if q.ndim != 4:
+        raise ValueError(f"q must be (b, h, n, d), with the heads in front of the tokens, but is {tuple(q.shape)}")
+
+
 def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
     check_floating(k=k, v=v)
     shapes = f"k is {tuple(k.shape)} and v is {tuple(v.shape)}"
@@ -37,11 +44,10 @@ def checked_heads(
     if not on_one_device(q, k, v) or (past is not None and past.device != q.device):
         check_tensors(q=q, k=k, v=v, **given(state=past))
     # outputs have the dtype of v, in which whole numbers would lose what follows the point
-    if not (q.dtype.is_floating_point and k.dtype.is_floating_point and v.dtype.is_floating_point):
-        check_floating(q=q, k=k, v=v)
+    if not (k.dtype.is_floating_point and v.dtype.is_floating_point):
+        check_floating(k=k, v=v)
+    check_queries(q)
     of_q, of_k, of_v = q.shape, k.shape, v.shape
-    if len(of_q) != 4:
-        raise ValueError(f"q must be (b, h, n, d), with the heads in front of the tokens, but is {tuple(of_q)}")
     made = of_q[0] if state is None else None if past is None else past.shape[0]
     if made == of_q[0] == of_k[0] == of_v[0]:
         if key_mask is not None or len(of_k) != 4 or len(of_v) != 4 or of_k[1:3] != of_v[1:3]:

@@ -6,6 +6,7 @@ from typing import final
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_mask, group_queries
+from linattn.attention.checks import check_queries
 from linattn.attention.decay import Decay
 from linattn.attention.gates import GateNeeds, Gates, checked_needs
 from linattn.checks import check_types
@@ -61,6 +62,7 @@ class LinearAttention(InnerAttention):
         return summarize_features(keys, v.unsqueeze(2), key_mask=group_mask(key_mask))
 
     def read(self, q: Queries, summary: FeatureState) -> Outputs:
+        check_queries(q)
         sums = checked_kind(checked_kind(summary, FeatureState).sums, LinearState)
         queries = group_features(self.feature_map.query(q), sums.z.shape[1])
         return read_features(queries, summary, normalize=self.normalize).flatten(1, 2).to(q.dtype)
@@ -102,8 +104,8 @@ def group_features(features: Features, num_key_heads: int) -> Features:
     """Return the features of queries (b h n f) as (b hk g n f), or of keys as (b hk 1 n f). Features are grouped and
     not their inputs, because the weights of a feature map may differ between heads."""
     x, log_scale, function = features
-    log_scale = None if log_scale is None else log_scale.unflatten(1, (num_key_heads, -1))
-    return Features(group_queries(x, num_key_heads), log_scale, function)
+    x = group_queries(x, num_key_heads)
+    return Features(x, None if log_scale is None else log_scale.unflatten(1, (num_key_heads, -1)), function)
 
 
 def check_sums(state: FeatureState, keys: Features, v: Values) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention, checked_inner
+from linattn.attention.checks import check_queries
 from linattn.attention.gates import SplitNeeds
 from linattn.checks import check_sizes
 from linattn.ops.nested import checked_parts
@@ -59,6 +60,7 @@ class SplitHeads(InnerAttention):
         return tuple(cast(InnerAttention, part).summarize(*piece, key_mask=mask) for part, *piece, mask in pieces)
 
     def read(self, q: Queries, summary: _PerPart) -> Outputs:
+        check_queries(q)
         pieces = zip(self.parts, self._split_queries(q), checked_parts(summary, len(self.parts)), strict=True)
         return torch.cat([cast(InnerAttention, part).read(piece, kept) for part, piece, kept in pieces], 1)
 
