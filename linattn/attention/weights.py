@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
+from linattn.attention.checks import check_keys
 from linattn.attention.gates import AnyGates
 from linattn.attention.linformer import StridedConvolution
 from linattn.types import KeyMask, Keys, Queries
@@ -22,6 +23,7 @@ def attention_weights(
     inner = checked_inner(inner)
     if any(isinstance(part, StridedConvolution) for part in inner.modules()):
         raise ValueError("a StridedConvolution weights each channel of v differently, so there is no single matrix")
+    check_keys(k, k, key_mask)
     m = k.shape[-2]
     one_hot = torch.eye(m, dtype=k.dtype, device=k.device).expand(*k.shape[:2], m, m)
     return inner(q, k, one_hot, key_mask=key_mask, gates=gates)

@@ -31,3 +31,11 @@ def test_missing_gates_are_told(spec):
     inner, (q, k, _) = make(spec, True).inner, heads(5)
     with pytest.raises(ValueError, match="needs gates here, but none came"):
         attention_weights(inner, q, k)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_keys_are_checked_before_values_are_made_for_them():
+    inner, (q, k, _) = make("elu", False), heads(9)
+    for wrong in (None, k.numpy(), k[0], k[0, 0, 0], k.long(), 3.0):
+        with pytest.raises(ValueError, match=r"\bk\b"):
+            attention_weights(inner, q, wrong)
