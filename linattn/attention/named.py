@@ -139,7 +139,8 @@ def named_attention(
 def untrained_attention(spec: str, **sizes: Any) -> InnerAttention:
     """Return `named_attention(spec, **sizes)`, with random features from a fixed seed, sampled on the CPU, so that they
     are the same on every device. No random state changes."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    # a vmap around the caller would sample for each of its rows, or refuse to
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch._C._DisableFuncTorch():
         # torch.manual_seed would seed the other devices too
         torch.default_generator.manual_seed(0)
         return named_attention(spec, **sizes)

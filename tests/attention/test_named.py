@@ -174,6 +174,15 @@ def test_attend_draws_nothing_from_the_callers_generator():
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+def test_attend_has_the_same_features_in_vmap(randomness):
+    q, k, v = some_heads()
+    mapped = torch.func.vmap(lambda *x: attend(*x, "favor"), randomness=randomness)
+    assert_close(mapped(q, k, v), attend(q, k, v, "favor"))
+    gradient = torch.func.grad(lambda *x: mapped(*x).square().sum())
+    assert_close(gradient(q, k, v), torch.func.grad(lambda *x: attend(*x, "favor").square().sum())(q, k, v))
+
+
 def test_attend_seeds_no_other_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("the caller's random state changes"))
     attend(*some_heads(), "favor")
