@@ -17,6 +17,8 @@ from linattn.serving.protocol import CHAT, COMPLETIONS, ApiError, Call, Choice, 
 
 # the bytes of a request, and the seconds that running requests have to end
 BODY, GRACE = 2**20, 5.0
+# the status of a client that has left, as in nginx's logs
+LEFT = 499
 Piece = tuple[Choice, str]
 
 
@@ -119,9 +121,11 @@ class Server:
         try:
             response = await handler(request)
         except asyncio.CancelledError:
-            # the client has left: a status of nginx's logs
-            self.metrics.requests.labels(499).inc()
+            self.metrics.requests.labels(LEFT).inc()
             raise
+        except ConnectionResetError:
+            # while its body was read; nobody gets this answer
+            response = web.Response(status=LEFT)
         except Exception as error:
             explained = _explained(error)
             headers = {"Retry-After": "1"} if explained.status in (429, 503) else {}
@@ -171,6 +175,8 @@ def _explained(error: Exception) -> ApiError:
             return ApiError(413, f"a request has at most {BODY:,} bytes")
         case web.HTTPException():
             return ApiError(error.status, error.reason)
+        case web.RequestPayloadError():
+            return ApiError(400, "the body is not encoded as the headers say")
         case ValueError():
             return ApiError(400, str(error))
     logging.getLogger(__name__).error("a request has failed", exc_info=error)

@@ -4,8 +4,10 @@ import asyncio
 import codecs
 import json
 import socket
+import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 
 import openai
 import pytest
@@ -265,6 +267,30 @@ def test_fields_without_an_effect_are_accepted(server):
 def test_malformed_bodies_are_refused(server, content):
     assert post(server, content)[0] == 400
     assert post(server, json.dumps(GOOD).encode())[0] == 200
+
+
+def test_a_body_that_cannot_be_decompressed_is_the_clients_error(server, capfd):
+    headers = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 9\r\n\r\n"
+    with socket.create_connection(server.address[7:-3].split(":")) as connection:
+        connection.sendall(headers + b"not gzip!")
+        answer = connection.recv(1000)
+    assert b"400 Bad Request" in answer and b"the body is not encoded as the headers say" in answer
+    assert "a request has failed" not in capfd.readouterr().err
+
+
+def test_a_client_that_leaves_before_its_body_is_there_is_no_error_of_the_server(server, capfd):
+    def count(status):
+        with suppress(AssertionError):
+            return server.metric(f'linattn_requests_total{{status="{status}"}}')
+        return 0
+
+    left, failed = count(499), count(500)
+    with socket.create_connection(server.address[7:-3].split(":")) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        time.sleep(0.1)
+    wait_until(lambda: count(499) + count(500) > left + failed)
+    assert (count(499), count(500)) == (left + 1, failed)
+    assert "Connection lost" not in capfd.readouterr().err
 
 
 def test_other_errors_have_the_same_form(server):
