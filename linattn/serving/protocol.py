@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, Required
 
 from pydantic import Field, TypeAdapter, ValidationError, with_config
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from linattn.generation import Request, Sampling
@@ -37,28 +38,27 @@ class Body(TypedDict, total=False):
     """The fields that both endpoints have. Those of the last block are accepted where they have no effect."""
 
     model: Required[str]
-    max_tokens: Count | None
-    n: Annotated[int, Field(ge=1, le=128)] | None
-    temperature: float | None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None
-    seed: int | None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None
-    stream: bool | None
-    stream_options: dict[Literal["include_usage"], bool | None] | None
+    max_tokens: Count
+    n: Annotated[int, Field(ge=1, le=128)]
+    temperature: float
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    seed: int
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)]
+    stream: bool
+    stream_options: dict[Literal["include_usage"], bool | None]
 
-    user: str | None
-    frequency_penalty: Zero | None
-    presence_penalty: Zero | None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None
+    user: str
+    frequency_penalty: Zero
+    presence_penalty: Zero
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)]
 
 
 @with_config(extra="forbid")
 class CompletionBody(Body, total=False):
     prompt: Required[str | list[Token] | list[str] | list[list[Token]]]
-    best_of: Literal[1] | None
-    echo: Literal[False] | None
-    logprobs: None
-    suffix: None
+    best_of: Literal[1]
+    echo: Literal[False]
+    suffix: Annotated[str, Field(max_length=0)]
 
 
 @with_config(extra="forbid")
@@ -68,11 +68,21 @@ class Message(TypedDict):
 
 
 @with_config(extra="forbid")
+class Format(TypedDict):
+    type: Literal["text"]
+
+
+@with_config(extra="forbid")
 class ChatBody(Body, total=False):
     messages: Required[Annotated[list[Message], Field(min_length=1)]]
-    max_completion_tokens: Count | None
-    logprobs: Literal[False] | None
-    tools: None
+    max_completion_tokens: Count
+
+    logprobs: Literal[False]
+    response_format: Format
+    store: Literal[False]
+    tools: Annotated[list[Any], Field(max_length=0)]
+    tool_choice: Literal["none", "auto"]
+    parallel_tool_calls: bool
 
 
 COMPLETIONS, CHAT = TypeAdapter[Any](CompletionBody), TypeAdapter[Any](ChatBody)
@@ -131,6 +141,26 @@ class Call:
         return {"index": choice.index, "logprobs": None, "finish_reason": choice.reason} | content
 
 
+def _checked(endpoint: Any, content: bytes) -> dict[str, Any]:
+    """Return the fields that are not null, which is the default everywhere. Raise ApiError for what is no such body."""
+    try:
+        fields = from_json(content)
+        if isinstance(fields, dict):
+            fields = {name: value for name, value in fields.items() if value is not None}
+        return endpoint.validate_python(fields, strict=True)
+    except ValidationError as error:
+        errors = error.errors()
+        place = errors[0]["loc"]
+        param, in_list = str(place[0]) if place else None, place[1:] and isinstance(place[1], int)
+        # a field of several types has an error for each of them
+        same = errors[:1] if in_list else [each for each in errors if each["loc"][:1] == place[:1]]
+        name = ".".join(map(str, place)) if in_list else param or "the body"
+        message = " or ".join(dict.fromkeys(each["msg"] for each in same))
+        raise ApiError(400, f"{name}: {message}", param=param) from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from None
+
+
 class Interface(NamedTuple):
     """Reads requests for the model of this `name`, for at most `max_tokens` new tokens each. The `vocabulary` has the
     `stop_tokens` after which texts end; `prompt`, which returns the tokens of a text that begins a document; `encode`,
@@ -147,14 +177,7 @@ class Interface(NamedTuple):
     def read(self, endpoint: Any, content: bytes, limit: int) -> Call:
         """Return the call. Raise ApiError or ValueError for one that is not understood, or is too large: it has at most
         `limit` choices."""
-        try:
-            fields: dict[str, Any] = endpoint.validate_json(content, strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            param = str(first["loc"][0]) if first["loc"] else None
-            raise ApiError(400, f"{param or 'the body'}: {first['msg']}", param=param) from None
-        # null is the default everywhere
-        body = {name: value for name, value in fields.items() if value is not None}
+        body = _checked(endpoint, content)
         if body["model"] != self.name:
             raise ApiError(404, f"there is no model {body['model']!r}: the model is {self.name!r}", param="model")
         if body.get("stream_options") and not body.get("stream"):

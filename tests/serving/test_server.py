@@ -12,6 +12,8 @@ from contextlib import suppress
 import openai
 import pytest
 import torch
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
 
 from linattn.generation import Request, Sampling, generate
 from linattn.generation.texts import TextStream
@@ -146,6 +148,17 @@ def test_chat_needs_a_template(server, model):
         assert "".join(part.choices[0].delta.content for part in parts) == text
         # without a number, as many as there may be
         assert create(model="tiny", messages=messages, temperature=0).usage.completion_tokens == 20
+        # null is the default of each field that OpenAI's clients know, and what has no effect is accepted
+        neutral = dict.fromkeys(chat_create_params.CompletionCreateParamsBase.__annotations__) | {
+            "response_format": {"type": "text"},
+            "tools": [],
+            "tool_choice": "none",
+            "parallel_tool_calls": True,
+            "store": False,
+        }
+        body = neutral | {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 16}
+        _, same = post(other, json.dumps(body).encode(), "/v1/chat/completions")
+        assert same["choices"][0]["message"]["content"] == text
         with pytest.raises(openai.BadRequestError, match="roles must alternate"):
             create(model="tiny", messages=[{"role": "odd", "content": ""}])
 
@@ -254,6 +267,21 @@ def test_fields_without_an_effect_are_accepted(server):
     neutral = {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "presence_penalty": 0, "frequency_penalty": 0.0}
     more = {"logit_bias": {}, "user": "me", "suffix": None, "stream": False, "stop": None, "seed": None, "top_p": None}
     assert post(server, json.dumps(GOOD | neutral | more).encode())[0] == 200
+    # null is the default of each field that OpenAI's clients know
+    empty = dict.fromkeys(completion_create_params.CompletionCreateParamsBase.__annotations__)
+    assert post(server, json.dumps(empty | GOOD).encode())[0] == 200
+
+
+def test_an_error_has_the_place_and_all_that_the_field_may_be(server):
+    for wrong, message in (
+        ({"stop": list("abcde")}, "stop: Input should be a valid string or List should have at most 4 items"),
+        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name: Extra inputs"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content: Input should be a valid string"),
+    ):
+        path = "/v1/chat/completions" if "messages" in wrong else "/v1/completions"
+        body = {name: value for name, value in GOOD.items() if name != "prompt" or "messages" not in wrong}
+        status, error = post(server, json.dumps(body | wrong).encode(), path)
+        assert status == 400 and error["message"].startswith(message) and error["param"] == next(iter(wrong))
 
 
 @pytest.mark.parametrize(
