@@ -62,7 +62,8 @@ def segmented_loss(
         key_mask = packed_mask(wheres[0])
         labels = labels.masked_fill(~packed_mask(wheres[1]), NO_LABEL)
     # models take int32 tokens too, unlike torch's loss
-    targets = F.pad(labels[:, 1:].long(), (0, 1 - following), value=NO_LABEL)
+    targets = labels[:, 1:].long()
+    targets = F.pad(targets, (0, tokens.shape[1] - targets.shape[1]), value=NO_LABEL)
     count = (targets != NO_LABEL).sum().clamp(min=1)
 
     def step(number: int, state: Any) -> tuple[Tensor, Any]:
@@ -74,9 +75,10 @@ def segmented_loss(
         logits = logits.float() if logits.element_size() < 4 else logits
         of_piece = targets[:, piece].flatten()
         try:
-            return F.cross_entropy(logits, of_piece, ignore_index=NO_LABEL, reduction="sum") / count, state
+            loss = F.cross_entropy(logits, of_piece, ignore_index=NO_LABEL, reduction="sum")
         except IndexError as error:
-            raise out_of_range("labels", targets[targets != NO_LABEL], logits.shape[-1]) from error
+            raise out_of_range("labels", of_piece[of_piece != NO_LABEL], logits.shape[-1]) from error
+        return loss / count, state
 
     with evaluating(model):
         if state is None:

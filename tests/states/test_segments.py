@@ -83,6 +83,17 @@ def test_labels_of_their_own():
     assert_close(loss, whole(model, tokens, None, labels=labels)[0])
 
 
+@pytest.mark.parametrize("n", [0, 1])
+def test_too_few_tokens_for_a_target_have_no_loss(n):
+    model, tokens = small_model(ELU), some_tokens(2, n)
+    for labels, key_mask in ((None, None), (tokens, None), (None, torch.ones(2, n, dtype=torch.bool))):
+        loss, state = segmented_loss(model, tokens, segment=4, labels=labels, key_mask=key_mask)
+        expected, after = whole(model, tokens, None, key_mask, labels)
+        assert loss == expected == 0
+        assert not any(x is not None and x.any() for x in gradients(model, loss))
+        assert_close(model.extend(tokens.new_ones(2, 1), state)[0], model.extend(tokens.new_ones(2, 1), after)[0])
+
+
 def test_no_label_is_no_loss():
     loss, _ = segmented_loss(small_model(ELU), some_tokens(1, 1), segment=5)
     assert loss == 0
@@ -187,6 +198,8 @@ def test_parameters_have_one_gradient_each():
         ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"labels must be \(2, 9\)"),
         ({"labels": torch.zeros(2, 9)}, r"labels must be int64 or int32 \(b, n\), but are torch.float32"),
         ({"labels": [[1] * 9] * 2}, "labels must be a tensor, but is a list"),
+        ({"labels": torch.full((2, 9), VOCABULARY)}, r"labels must be in \[0, 13\), but go from 13 to 13"),
+        ({"labels": torch.full((2, 9), -1)}, r"labels must be in \[0, 13\), but go from -1 to -1"),
         ({"key_mask": torch.ones(2, 8, dtype=torch.bool)}, r"key_mask must be \(2, 9\), as tokens"),
         ({"key_mask": torch.ones(2, 9)}, "key_mask must be boolean"),
         ({"tokens": [[1] * 9] * 2}, "tokens must be a tensor, but is a list"),
