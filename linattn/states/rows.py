@@ -10,6 +10,7 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor
 
 from linattn.attention.base import KeysAndValues
+from linattn.checks import check_sizes
 from linattn.ops import nested
 from linattn.states.compression import Compressed, restore
 from linattn.states.holders import held_state, hold, map_state
@@ -72,8 +73,7 @@ def _without_hidden(part: KeysAndValues) -> KeysAndValues:
 def repeat(state: State, times: int) -> State:
     """Return the state with each row `times` times, for as many continuations of its past. The copies of a row are
     neighbours. A single row is expanded without a copy, as nothing writes to states."""
-    if isinstance(times, bool) or not isinstance(times, int) or times < 1:
-        raise ValueError(f"times must be a positive whole number, but is {times!r}")
+    check_sizes(times=times)
     if count_rows(state) == 1:
         return map_state(lambda x: x.expand(times, *x.shape[1:]), state)
     return map_state(lambda x: x.repeat_interleave(times, 0), state)

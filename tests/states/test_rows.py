@@ -1,5 +1,6 @@
 """Rows of states: what is joined equals what is read alone, whatever was read before and by which model."""
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -203,8 +204,8 @@ def linear(b, f=4):
         (lambda: states.select(linear(2), torch.tensor(1)), "whole numbers in one dimension"),
         (lambda: states.select(linear(2), "01"), "whole numbers in one dimension or a slice, but are '01'"),
         (lambda: states.select(linear(2), None), "whole numbers in one dimension or a slice, but are None"),
-        (lambda: states.repeat(linear(2), 0), "positive whole number"),
-        (lambda: states.repeat(linear(2), True), "positive whole number"),
+        (lambda: states.repeat(linear(2), 0), "times must be a whole number of at least 1"),
+        (lambda: states.repeat(linear(2), True), "times must be a whole number of at least 1"),
         (lambda: states.repeat(None, 2), "NoneType"),
         (lambda: states.count_rows({}), "dict"),
         (lambda: states.to(linear(1), dtype=torch.int8), "compress"),
@@ -216,6 +217,12 @@ def linear(b, f=4):
 def test_what_cannot_be_done_says_why(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_number_of_numpy_is_a_number():
+    for rows in (1, 2):
+        state = linear(rows)
+        assert_same(states.repeat(state, np.int64(3)), states.repeat(state, 3), rtol=0, atol=0)
 
 
 def test_no_rows_are_a_state_too():
