@@ -4,6 +4,7 @@ Yu et al., Orca, https://www.usenix.org/conference/osdi22/presentation/yu"""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -231,7 +232,7 @@ def generate_each(
 def _each(batch: ContinuousBatch, requests: Iterator[Request]) -> Iterator[tuple[int, list[int]]]:
     texts = dict[int, list[int]]()
     while True:
-        while len(batch) < batch.size and (request := next(requests, None)) is not None:
+        for request in islice(requests, batch.size - len(batch)):
             texts[batch.add(request)] = []
         if not batch:
             return

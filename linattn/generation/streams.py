@@ -154,8 +154,9 @@ class _Call(NamedTuple):
 
 
 def _rows(prompts: Any) -> Any:
-    """Return the prompts, in a list if it is a single one: a string, whole numbers or a tensor of one dimension."""
-    if isinstance(prompts, Tensor):
+    """Return the prompts, in a list if it is a single one: a string, whole numbers or a tensor or numpy's array of one
+    dimension."""
+    if hasattr(prompts, "ndim"):
         return [prompts.tolist()] if prompts.ndim == 1 else prompts
     first = prompts[0] if isinstance(prompts, Sequence) and prompts else None
     return [prompts] if isinstance(prompts, str) or isinstance(first, Integral) else prompts

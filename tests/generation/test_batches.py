@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -341,10 +342,18 @@ def test_logits_of_nan_name_the_requests():
     assert [texts[number] for number in numbers] == expected
 
 
-def test_a_tensor_is_a_prompt():
+def test_a_tensor_and_an_array_are_prompts():
     model = small_model(ELU)
-    ((_, tokens),) = generate_each(model, [Request(torch.tensor([1, 2]), max_new_tokens=2)])
-    assert tokens == generate(model, [[1, 2]], max_new_tokens=2)[0]
+    expected = generate(model, [1, 2], max_new_tokens=2)
+    for prompt in (torch.tensor([1, 2]), np.array([1, 2])):
+        assert list(generate_each(model, [Request(prompt, max_new_tokens=2)])) == [(0, expected)]
+        assert generate(model, prompt, max_new_tokens=2) == expected
+
+
+def test_what_is_no_request_does_not_end_the_others():
+    requests = [Request([1, 2], max_new_tokens=2), None, Request([3], max_new_tokens=2)]
+    with pytest.raises(ValueError, match="request must be a Request, but is a NoneType"):
+        list(generate_each(small_model(ELU), requests))
 
 
 @pytest.mark.parametrize(
