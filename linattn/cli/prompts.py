@@ -115,7 +115,8 @@ class Answer:
     def __init__(self, job: Job, vocabulary: Any) -> None:
         self.job, self.text, self.num_tokens = job, "", 0
         stops = [stop] if (stop := job.options["stop"]) else []
-        self.pieces = TextStream(vocabulary.decoder(), job.tokens, stops=stops)
+        # the end, as no character of a prompt is half there
+        self.pieces = TextStream(vocabulary.decoder(), (*job.tokens, None), stops=stops)
 
     @property
     def stopped(self) -> bool:

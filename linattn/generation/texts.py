@@ -47,7 +47,8 @@ class TextCoder:
         """Return a decoder for the tokens after those of the `prompt`. Many tokenizers write no space before the first
         token of a text, so the prompt is decoded first."""
         decode = text_decoder(self.tokenizer, skip_special_tokens=True)
-        for token in prompt:
+        # the end, as no character of a text is half there
+        for token in (*prompt, None):
             decode(token)
         return decode
 
@@ -63,6 +64,8 @@ def text_decoder(tokenizer: Any, *, skip_special_tokens: bool) -> Decoder:
 
     def decode(token: int | None) -> str:
         nonlocal tokens, count, context
+        if token is None and len(tokens) == count:
+            return ""
         tokens += [] if token is None else [token]
         text = decoded()
         # "�" may be half a character

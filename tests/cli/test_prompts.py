@@ -8,6 +8,8 @@ import pytest
 
 from linattn.cli import prompts
 from linattn.cli.main import main
+from linattn.cli.prompts import Answer, Job
+from linattn.cli.vocabulary import Tokenizer
 from linattn.generation import ContinuousBatch
 from tests.processes import run_in_another
 
@@ -77,6 +79,15 @@ def test_a_link_to_the_texts_stays_a_link(finished, path, complete, tmp_path):
     link.symlink_to(texts.name)
     assert main(command(finished, path, link)) == 0
     assert link.is_symlink() and texts.read_bytes() == complete
+
+
+def test_the_end_of_a_prompt_is_no_answer(tokenizer):
+    """Where it looks like half a character, it would come with the first new one."""
+    vocabulary = Tokenizer(tokenizer)
+    answer = Answer(Job(1, {"prompt": "a�"}, "", vocabulary.encode("a�".encode()), {"stop": None}), vocabulary)
+    (token,) = vocabulary.encode(b"b")
+    answer.extend(token)
+    assert json.loads(answer.result())["text"] == "b"
 
 
 def test_prompts_go_on_from_a_state(finished, text, tmp_path, capsys):

@@ -50,6 +50,16 @@ def test_a_text_goes_on_with_the_space_that_its_prompt_ends_before(tmp_path):
     assert list(stream(model, "the", **options)) == [" cat", " cat"]
 
 
+def test_the_end_of_a_prompt_is_no_new_text(tokenizer, tmp_path):
+    """Where it looks like half a character, it would come with the first new one."""
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = small_model({"attention": "elu", "vocab_size": 259})
+    model.tokenizer_file = tmp_path / "tokenizer.json"
+    b = torch.nn.functional.one_hot(torch.tensor([257]), 259).double()
+    options = {"max_new_tokens": 2, "sampling": Sampling(filter=lambda logits: b)}
+    assert generate(model, "a�", **options) == "".join(stream(model, "a�", **options)) == "bb"
+
+
 def test_the_rest_of_a_text_ends_before_the_stop_text_too():
     """A decoder may hold back more than the beginning of a stop text: all of it, with half a character after it."""
     stream = TextStream({1: "one E", 2: "", None: "ND two �"}.get, stops=["END"])
