@@ -107,6 +107,8 @@ def digest_state(state: Any) -> str:
 
 
 def _update(digest: Any, name: str, tensor: Shaped[Tensor, "..."]) -> None:
+    if tensor.is_meta:
+        raise ValueError(f"a file of a state needs the numbers of all tensors, but {name} is on the meta device")
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
     data = tensor.detach().cpu().contiguous()
     if data.nbytes and not data.data_ptr():

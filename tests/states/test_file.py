@@ -242,6 +242,20 @@ def test_weights_that_several_processes_share_are_refused(tmp_path):
     run_in_group(1, save_with_shared_weights, tmp_path / "text.state")
 
 
+def test_weights_without_numbers_are_refused(saved):
+    model, path = saved
+    state = states.load_state(path, model=model)
+    model = model.to("meta")
+    for call in (
+        lambda: states.fingerprint(model),
+        lambda: states.load_state(path, model=model),
+        lambda: states.save_state(state, path, model=model),
+        lambda: states.PrefixCache(model, folder=path.parent / "cache"),
+    ):
+        with pytest.raises(ValueError, match=r"the numbers of all tensors, but \S+ is on the meta device"):
+            call()
+
+
 def test_kinds_have_names_of_their_own():
     """A file names the class of each part of a state; of two classes of one name it could not say which."""
     for package in ("linear_attention_transformer", "performer_pytorch", "fast_transformers"):
