@@ -15,6 +15,8 @@ from linattn.data.row import Piece, TokenRow
 
 BLOCK_SIZE = 1 << 20
 """Bytes read at a time."""
+LONGEST_LINE = 1 << 24
+"""Bytes of a line that may follow them. A longer line is cut, so that a file of one line costs no memory."""
 
 
 class Extent(NamedTuple):
@@ -108,12 +110,18 @@ def _edges_path(path: Path) -> Path:
 
 
 def _encoded(extent: Extent, encoder: Encoder) -> Iterator[tuple[Sequence[int], bytes]]:
-    """Yield tokens with their text, in pieces that end with a line, so that a tokenizer never meets half a word."""
+    """Yield tokens with their text, in pieces that end with a line, so that a tokenizer never meets half a word. A line
+    that is too long ends with a character."""
     yield encoder.begin, b""
     left = extent.stop - extent.start
     with open(extent.path, "rb") as stream:
         stream.seek(extent.start)
-        while text := (stream.read(BLOCK_SIZE) + stream.readline(left))[:left]:
+        while left and (text := stream.read(BLOCK_SIZE)):
+            text += stream.readline(LONGEST_LINE)
+            if not text.endswith(b"\n"):
+                place = stream.tell()
+                text += stream.read(_character_boundary(extent.path, place) - place)
+            text = text[:left]
             left -= len(text)
             yield encoder.encode(text), text
     yield encoder.end, b""

@@ -78,6 +78,29 @@ def test_pieces_make_the_whole(text, tokenizer, tmp_path, monkeypatch, piece):
         assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
+def test_a_long_line_is_read_in_pieces_of_whole_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_module, "BLOCK_SIZE", 5)
+    monkeypatch.setattr(text_module, "LONGEST_LINE", 7)
+    file, pieces = tmp_path / "text", []
+
+    class Recorder:
+        begin, end, dtype = (256,), (), "<u2"
+
+        def encode(self, text):
+            pieces.append(text)
+            return memoryview(text)
+
+        def lost(self, text, tokens):
+            return 0
+
+    for content in ("aé€𝄞" * 30, "a\n" + "𝄞" * 30, "short\n" * 9 + "é" * 9):
+        pieces.clear()
+        file.write_text(content, encoding="utf-8", newline="")
+        write_texts(entire([file]), Recorder(), tmp_path / "tokens")
+        assert b"".join(pieces) == content.encode() and max(map(len, pieces)) <= 5 + 7 + 3
+        assert all(piece.decode() for piece in pieces)
+
+
 def test_the_split_does_not_depend_on_the_vocabulary(text, tokenizer, tmp_path):
     for extents in split(find_files([str(text)]), 0.2):
         one = write_texts(extents, Bytes(), tmp_path / "bytes")
