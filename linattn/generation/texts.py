@@ -84,9 +84,11 @@ class TextStream:
     is generated; `stopped` is then True.
 
     The decoder `decode` takes the tokens of the prompt first, whose text is `prompt`, because what a token means may
-    depend on those before it."""
+    depend on those before it. None after them says that the prompt ends with a complete character."""
 
-    def __init__(self, decode: Callable[[Any], str], prompt: Iterable[int] = (), *, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decode: Callable[[Any], str], prompt: Iterable[int | None] = (), *, stops: Sequence[str] = ()
+    ) -> None:
         self._decode, self._stops = decode, stops
         self._held, self.stopped = "", False
         self.prompt = "".join(map(decode, prompt))
