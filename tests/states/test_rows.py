@@ -219,6 +219,7 @@ def test_what_cannot_be_done_says_why(call, message):
         call()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_number_of_numpy_is_a_number():
     for rows in (1, 2):
         state = linear(rows)
