@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, Required
 
-from pydantic import Field, TypeAdapter, ValidationError, with_config
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, with_config
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
@@ -61,10 +61,24 @@ class CompletionBody(Body, total=False):
     suffix: Annotated[str, Field(max_length=0)]
 
 
+def _joined(content: Any) -> Any:
+    """Return the text of a message, whose content may be a list of parts."""
+    if not isinstance(content, list):
+        return content
+    texts = list[str]()
+    for part in content:
+        match part:
+            case {"type": "text", "text": str(text), **others} if not others:
+                texts.append(text)
+            case _:
+                raise ValueError(f'parts must be {{"type": "text", "text": "…"}}, but one is {part!r:.60}')
+    return "".join(texts)
+
+
 @with_config(extra="forbid")
 class Message(TypedDict):
     role: str
-    content: str
+    content: Annotated[str, BeforeValidator(_joined)]
 
 
 @with_config(extra="forbid")

@@ -148,6 +148,10 @@ def test_chat_needs_a_template(server, model):
         assert "".join(part.choices[0].delta.content for part in parts) == text
         # without a number, as many as there may be
         assert create(model="tiny", messages=messages, temperature=0).usage.completion_tokens == 20
+        # text may come in parts, which are joined as templates of transformers do
+        inside = [{"type": "text", "text": each} for each in ("the", " ", "cat")]
+        answer = create(model="tiny", messages=[{"role": "user", "content": inside}], temperature=0, max_tokens=16)
+        assert answer.choices[0].message.content == text
         # null is the default of each field that OpenAI's clients know, and what has no effect is accepted
         neutral = dict.fromkeys(chat_create_params.CompletionCreateParamsBase.__annotations__) | {
             "response_format": {"type": "text"},
@@ -272,11 +276,21 @@ def test_fields_without_an_effect_are_accepted(server):
     assert post(server, json.dumps(empty | GOOD).encode())[0] == 200
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
+
+
 def test_an_error_has_the_place_and_all_that_the_field_may_be(server):
     for wrong, message in (
         ({"stop": list("abcde")}, "stop: Input should be a valid string or List should have at most 4 items"),
         ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name: Extra inputs"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content: Input should be a valid string"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content: Value error, parts must be"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content: Value error, parts must be"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE | {"type": "text", "text": ""}]}]},
+            "messages.0.content: Value",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "messages.0.content: Value error"),
     ):
         path = "/v1/chat/completions" if "messages" in wrong else "/v1/completions"
         body = {name: value for name, value in GOOD.items() if name != "prompt" or "messages" not in wrong}
