@@ -64,6 +64,13 @@ def check_tensors(**tensors: object) -> None:
             )
 
 
+def check_instances(kind: type, **objects: object) -> None:
+    """Raise ValueError, by name, unless each object is an instance of `kind`."""
+    for name, x in objects.items():
+        if not isinstance(x, kind):
+            raise ValueError(f"{name} must be a {kind.__name__}, but is {x!r:.60}")
+
+
 def check_floating(**tensors: Any) -> None:
     """Raise ValueError unless all are floating-point tensors on the same device."""
     check_tensors(**tensors)

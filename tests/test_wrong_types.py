@@ -108,6 +108,28 @@ def test_what_is_no_model_of_tokens_is_refused(function: Any, name: str, value: 
         function(*positional, **others, **{name: value})
 
 
+def parts_of_attentions() -> Iterator[Any]:
+    """Yield (function, argument) for each argument of an attention or a feature map that is a part of its own class."""
+    for name in (*linattn.attention.__all__, *linattn.feature_maps.__all__):
+        function = getattr(linattn, name)
+        if callable(function) and not inspect.isabstract(function) and name not in RECORDS:
+            for parameter in inspect.signature(function).parameters.values():
+                kinds = [kind for kind in members(parameter.annotation) if inspect.isclass(kind) and kind != NoneType]
+                if kinds and all(issubclass(kind, (nn.Module, torch.Generator)) for kind in kinds):
+                    yield pytest.param(function, parameter.name, id=f"{name}-{parameter.name}")
+
+
+@pytest.mark.parametrize(("function", "name"), list(parts_of_attentions()))
+def test_what_is_no_part_is_refused_at_once(function: Any, name: str) -> None:
+    required = inspect.signature(function).parameters[name].default is inspect.Parameter.empty
+    for wrong in (3, 0.9, "nonsense", torch.zeros(2), nn.Linear, *([None] if required else [])):
+        positional, others = other_arguments(function, name)
+        others |= {"causal": True} if name == "decay" else {}
+        with pytest.raises(ValueError, match=rf"\b{name}\b|is needed here, but"):
+            function(*positional, **others, **{name: wrong})
+            pytest.fail(f"{name}={wrong!r} is taken")
+
+
 # numbers of things of which there may be none, and a choice
 MAY_BE_ZERO = {"convolution", "padding", "scaling"}
 
@@ -157,6 +179,7 @@ def other_arguments(function: Any, name: str) -> tuple[list[Any], dict[str, Any]
 PARTS = {
     "function": torch.relu,
     "kernel": torch.relu,
+    "key_projection": linattn.MeanPooling(9, 3),
     "inner": named_attention("elu", num_heads=4, head_dim=4, causal=True),
     "feature_map": linattn.TaylorFeatureMap(),
     "module": nn.Identity(),

@@ -9,7 +9,7 @@ from linattn.attention.base import InnerAttention, group_mask, group_queries
 from linattn.attention.checks import check_queries
 from linattn.attention.decay import Decay
 from linattn.attention.gates import GateNeeds, Gates, checked_needs
-from linattn.checks import check_types
+from linattn.checks import check_instances, check_types, given
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.names import unknown_name
 from linattn.ops.features import Features, FeatureState, causal_feature_attention, read_features, summarize_features
@@ -44,6 +44,7 @@ class LinearAttention(InnerAttention):
     ):
         super().__init__()
         feature_map = checked_feature_map(feature_map, FeatureMap)
+        check_instances(Decay, **given(decay=decay))
         if not causal and (decay is not None or needs is not None):
             raise ValueError("a decay and gates belong to causal attention, but causal is False")
         normalize = feature_map.normalize if normalize == "default" else normalize

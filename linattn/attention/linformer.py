@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from linattn.attention.base import InnerAttention, KeysAndValues
 from linattn.attention.checks import checked_heads
-from linattn.checks import check_sizes, check_types, given
+from linattn.checks import check_instances, check_sizes, check_types, given
 from linattn.ops.nested import checked_kind
 from linattn.ops.numerics import accumulator
 from linattn.ops.softmax.kernel import softmax_attention
@@ -138,6 +138,7 @@ class LinformerAttention(InnerAttention):
         super().__init__()
         self.key_projection = key_projection
         self.value_projection = key_projection if value_projection is None else value_projection
+        check_instances(SequenceProjection, key_projection=key_projection, value_projection=self.value_projection)
 
     def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> KeysAndValues:
         """Return the r projected keys and values."""

@@ -7,7 +7,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.checks import check_numbers, check_types
+from linattn.checks import check_instances, check_numbers, check_types, given
 from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.random_projection import RandomProjection
 from linattn.ops.features import Features
@@ -27,6 +27,7 @@ class GeneralizedFeatureMap(FeatureMap):
     ):
         super().__init__()
         check_numbers(epsilon=epsilon)
+        check_instances(RandomProjection, **given(projection=projection))
         self.kernel = kernel
         self.epsilon = epsilon
         self.projection = projection

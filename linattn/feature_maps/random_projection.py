@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.checks import check_sizes, check_types
+from linattn.checks import check_instances, check_sizes, check_types, given
 from linattn.ops.numerics import accumulator, without_autocast
 
 
@@ -92,6 +92,8 @@ def redraw_features_(module: nn.Module, generator: torch.Generator | None = None
 
     Call it between training steps. `generator` is on the CPU (None: torch's own); generators of the same seed give the
     same features on every rank."""
+    check_instances(nn.Module, module=module)
+    check_instances(torch.Generator, **given(generator=generator))
     for part in module.modules():
         if isinstance(part, RandomProjection):
             part.redraw_(generator)
