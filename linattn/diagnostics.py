@@ -12,6 +12,7 @@ from linattn.attention.checks import checked_heads
 from linattn.checks import check_types
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.feature_maps.elementwise import ElementwiseFeatureMap
+from linattn.ops.features import checked_features
 from linattn.ops.numerics import accumulator, divide, without_autocast, zero_masked
 from linattn.ops.tokens.compaction import per_query_head
 from linattn.types import KeyMask, Keys, Queries, Values
@@ -110,10 +111,11 @@ def _compared(
     q, k = q.to(dtype), zero_masked(k.to(dtype), key_mask)
     if causal and key_mask is not None:
         q = zero_masked(q, per_query_head(key_mask, q.shape[1]))
-    queries, by_key = feature_map.query(q), feature_map.normalize == "keys"
+    queries = checked_features("queries", feature_map.query(q))
+    by_key = feature_map.normalize == "keys"
     # weights that are normalised per query do not depend on its scale
     phi_q = queries.value() if by_key else queries.evaluated().x
-    phi_k, log_scale, _ = feature_map.key(k).evaluated()
+    phi_k, log_scale, _ = checked_features("keys", feature_map.key(k)).evaluated()
     log_scale = k.new_zeros(k.shape[:-1]) if log_scale is None else log_scale
     present = torch.ones_like(log_scale, dtype=torch.bool) if key_mask is None else key_mask.expand_as(log_scale)
     k, phi_k, log_scale, present = (x.repeat_interleave(group, 1) for x in (k, phi_k, log_scale, present))

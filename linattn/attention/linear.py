@@ -12,7 +12,14 @@ from linattn.attention.gates import GateNeeds, Gates, checked_needs
 from linattn.checks import check_instances, check_types, given
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.names import unknown_name
-from linattn.ops.features import Features, FeatureState, causal_feature_attention, read_features, summarize_features
+from linattn.ops.features import (
+    Features,
+    FeatureState,
+    causal_feature_attention,
+    checked_features,
+    read_features,
+    summarize_features,
+)
 from linattn.ops.linear import NORMALIZATIONS
 from linattn.ops.nested import check_part, checked_kind
 from linattn.ops.numerics import accumulator, zero_masked
@@ -104,6 +111,8 @@ class LinearAttention(InnerAttention):
 def group_features(features: Features, num_key_heads: int) -> Features:
     """Return the features of queries (b h n f) as (b hk g n f), or of keys as (b hk 1 n f). Features are grouped and
     not their inputs, because the weights of a feature map may differ between heads."""
+    if not isinstance(features, Features):
+        checked_features("features", features)
     x, log_scale, function = features
     x = group_queries(x, num_key_heads)
     return Features(x, None if log_scale is None else log_scale.unflatten(1, (num_key_heads, -1)), function)

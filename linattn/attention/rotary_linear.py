@@ -11,6 +11,7 @@ from linattn.attention.base import InnerAttention, group_mask, group_queries
 from linattn.attention.rotary import count_positions
 from linattn.checks import check_numbers, check_types
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
+from linattn.ops.features import checked_features
 from linattn.ops.linear import causal_linear_attention, linear_attention
 from linattn.ops.nested import check_part
 from linattn.ops.numerics import accumulator, divide
@@ -77,7 +78,8 @@ class RotaryLinearAttention(InnerAttention):
         """Return queries (b hk g n f), keys (b hk 1 n f) and values (b hk 1 n dv) twice: rotated features and v for the
         numerator, plain features and ones for the denominator."""
         q, k, v = present_heads(q, k, v, key_mask)
-        queries, keys = self.feature_map.query(q), self.feature_map.key(k)
+        queries = checked_features("queries", self.feature_map.query(q))
+        keys = checked_features("keys", self.feature_map.key(k))
         if queries.log_size() is not None or keys.log_size() is not None:
             raise ValueError(
                 f"{type(self.feature_map).__name__} keeps features in range by a scale per token, which rotated and "

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.attention import Decay, LinearAttention, RotaryLinearAttention
+from linattn.diagnostics import compare_with_softmax
 from linattn.feature_maps import FEATURE_MAPS, ElementwiseFeatureMap, FavorFeatureMap, FeatureMap
 from linattn.ops.features import Features
 from linattn.ops.tokens.rotary import rotate
@@ -254,3 +255,24 @@ def test_what_rotary_features_cannot_do_is_refused() -> None:
         attention(q[:, :, :5], k, v)
     with pytest.raises(NotImplementedError, match="not causal"):
         attention.extend(q, k, v)
+
+
+class Bare(FeatureMap):
+    """Forgets to wrap its features, which are not negative."""
+
+    def query(self, x):
+        return x.exp()
+
+    key = query
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("batch", [2, 3])
+@pytest.mark.parametrize("kind", [LinearAttention, RotaryLinearAttention])
+@pytest.mark.parametrize("causal", [False, True])
+def test_features_without_their_class_are_named(kind, causal, batch):
+    q, k, v = torch.randn(3, batch, 4, 9, 6)
+    with pytest.raises(ValueError, match="must be Features, as a feature map returns them, but is a Tensor"):
+        kind(Bare(), causal=causal)(q, k, v)
+    with pytest.raises(ValueError, match="must be Features, as a feature map returns them, but is a Tensor"):
+        compare_with_softmax(q, k, Bare(), causal=causal)
