@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linattn.checks import check_tensors
+from linattn.checks import check_tensors, on_one_device
 
 DECAYS, WRITES = (None, "head", "channel"), (None, "strength", "step", "rate")
 
@@ -99,10 +99,10 @@ def checked_gates(attention: Any, gates: AnyGates, k: Tensor) -> tuple[AnyGates,
 
 
 def _check_gate(name: str, gate: Tensor | None, k: Tensor, ndim: int) -> None:
-    came, wanted = getattr(gate, "shape", None), k.shape[:ndim] if ndim else None
+    if gate is not None and not on_one_device(k, gate, gate):
+        check_tensors(k=k, **{name: gate})
+    came, wanted = None if gate is None else gate.shape, k.shape[:ndim] if ndim else None
     # a batch of 1 serves every row
     if came != wanted and (came is None or wanted is None or came != (1, *wanted[1:])):
-        if gate is not None:
-            check_tensors(**{name: gate})
         came, wanted = (None if x is None else tuple(x) for x in (came, wanted))
         raise ValueError(f"the gates' {name} must be {wanted}, as the keys are {tuple(k.shape)}, but is {came}")

@@ -18,7 +18,7 @@ from linattn.attention import (
     named_attention,
 )
 from linattn.feature_maps import ElementwiseFeatureMap, FavorFeatureMap
-from tests.attention.cases import CHANNELS, FADING, HEADS, KEY_HEADS, gates_of, heads
+from tests.attention.cases import CHANNELS, FADING, GATED, HEADS, KEY_HEADS, gates_of, heads
 
 ELU = ElementwiseFeatureMap("elu_plus_one")
 N = 20
@@ -193,3 +193,19 @@ def test_rotary_hands_gates_on():
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", GATED)
+def test_gates_are_on_the_device_of_the_keys(name):
+    inner, (q, k, v) = (
+        named_attention(name, num_heads=HEADS, num_key_heads=KEY_HEADS, head_dim=CHANNELS, causal=True),
+        heads(5),
+    )
+    gates = gates_of(inner.needs, k)
+    for field, x in gates._asdict().items():
+        if x is not None:
+            with pytest.raises(ValueError, match=rf"one device, but k is on cpu and {field} on meta"):
+                inner(q, k, v, gates=gates._replace(**{field: x.to("meta")}))
+            with pytest.raises(ValueError, match=f"{field} must be a tensor, but is a ndarray"):
+                inner(q, k, v, gates=gates._replace(**{field: x.numpy()}))
