@@ -7,9 +7,8 @@ import torch
 from linattn.attention.base import InnerAttention, KeysAndValues
 from linattn.checks import check_types
 from linattn.ops.nested import check_tokens
-from linattn.ops.numerics import zero_masked
 from linattn.ops.softmax.kernel import among_present, fused_softmax, softmax_attention
-from linattn.ops.tokens.compaction import join_masks, per_query_head
+from linattn.ops.tokens.compaction import join_masks, per_query_head, present_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
@@ -37,7 +36,7 @@ class SoftmaxAttention(InnerAttention):
     ) -> tuple[Outputs, KeysAndValues]:
         if key_mask is not None:
             key_mask = key_mask.expand(k.shape[0], -1, -1)
-            k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
+            q, k, v = present_heads(q, k, v, key_mask)
         if state is None:
             return self._attend(q, k, v, key_mask), KeysAndValues(k, v, key_mask)
         check_tokens(state.k, state.v, k, v, state.k.shape[2])

@@ -86,6 +86,26 @@ def test_what_is_masked_may_be_no_number(spec, causal, rubbish):
 
 
 @every_causal
+@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf])
+def test_what_is_masked_may_be_no_number_in_later_pieces(spec, rubbish):
+    """The gradients that earlier pieces get through the state are numbers, too."""
+    inner, key_mask, results = make(spec, True), torch.rand(2, 1, 12) < 0.6, []
+    present, x = key_mask.unsqueeze(-1), heads(12)
+    for masked in (0.0, rubbish):
+        leaves = [torch.where(present, t, masked).requires_grad_() for t in x]
+        ys, state = [], None
+        for start, end in ((0, 5), (5, 6), (6, 12)):
+            piece = (t[:, :, start:end] for t in leaves)
+            y, state = inner.extend(*piece, state, key_mask=key_mask[..., start:end])
+            ys.append(y)
+        y = torch.where(present, torch.cat(ys, 2), 0)
+        gradients = torch.autograd.grad(y.square().sum(), leaves)
+        results.append([y, *(torch.where(present, g, 0) for g in gradients)])
+        assert all(torch.isfinite(g).all() for g in gradients)
+    assert_close(*results)
+
+
+@every_causal
 def test_a_masked_query_that_is_a_number_still_asks(spec):
     """Where linear attention gives masked tokens an output, it is that of their query."""
     inner, (q, k, v) = make(spec, True), heads(12)
