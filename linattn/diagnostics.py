@@ -39,8 +39,8 @@ class SoftmaxComparison:
     where A has no weight for a key that softmax weighs. `uniform_output_error`, `uniform_total_variation` and
     `uniform_divergence` are those of U instead of A. `entropy`, of A with negative weights as zero, and
     `softmax_entropy`, of P, are in nats. `negative_weight` is the sum of the absolute values of A's negative weights.
-    `small_features` is the share of the keys' features below 1e-4 of the head's largest, which hardly contribute.
-    `norm_product` is ‖q‖‖k‖/√d, root mean square: the size that softmax's exponents may reach."""
+    `small_features` is the share of the keys' features below 1e-4 of the largest of their sequence and head, which
+    hardly contribute. `norm_product` is ‖q‖‖k‖/√d, root mean square: the size that softmax's exponents may reach."""
 
     feature_map: str
     output_error: PerHead = field(metadata={"title": "error"})
