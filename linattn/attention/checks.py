@@ -48,8 +48,8 @@ def checked_heads(
         check_floating(k=k, v=v)
     check_queries(q)
     of_q, of_k, of_v = q.shape, k.shape, v.shape
-    made = of_q[0] if state is None else None if past is None else past.shape[0]
-    if made == of_q[0] == of_k[0] == of_v[0]:
+    past_batch = of_q[0] if state is None else None if past is None else past.shape[0]
+    if past_batch == of_q[0] == of_k[0] == of_v[0]:
         if key_mask is not None or len(of_k) != 4 or len(of_v) != 4 or of_k[1:3] != of_v[1:3]:
             check_keys(k, v, key_mask)
     else:

@@ -116,11 +116,11 @@ def pool_sequence(
         x, count = pack(x, where), where.total
     r = (x.shape[-2] + size - 1) // size
     windows = F.pad(x, (0, 0, 0, r * size - x.shape[-2])).unflatten(-2, (r, size))
-    held = (count.unsqueeze(-1) - size * torch.arange(r, device=x.device)).clamp(0, size)
+    lengths = (count.unsqueeze(-1) - size * torch.arange(r, device=x.device)).clamp(0, size)
     pooled = (windows if weight is None else windows * weight).sum(-2, dtype=accumulator(x.dtype))
     if weight is None:
-        pooled = pooled / held.clamp(min=1).unsqueeze(-1)
-    return pooled.to(x.dtype), None if key_mask is None else held > 0
+        pooled = pooled / lengths.clamp(min=1).unsqueeze(-1)
+    return pooled.to(x.dtype), None if key_mask is None else lengths > 0
 
 
 @final

@@ -62,7 +62,7 @@ class SplitHeads(InnerAttention):
     def read(self, q: Queries, summary: _PerPart) -> Outputs:
         check_queries(q)
         pieces = zip(self.parts, self._split_queries(q), checked_parts(summary, len(self.parts)), strict=True)
-        return torch.cat([cast(InnerAttention, part).read(piece, kept) for part, piece, kept in pieces], 1)
+        return torch.cat([cast(InnerAttention, part).read(piece, own) for part, piece, own in pieces], 1)
 
     def as_causal(self) -> "SplitHeads | None":
         parts = [cast(InnerAttention, part).as_causal() for part in self.parts]

@@ -230,10 +230,11 @@ def broadcast(**shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def share_queries(q: Tensor, k: Tensor, key_mask: Tensor | None, state_lead: tuple[int, ...]) -> bool:
-    """Return whether a call's states, with leading dimensions `state_lead`, outnumber its sets of queries and keys."""
-    apart = [i for i, size in enumerate(state_lead) if q.shape[i] != size]
-    alike = (q, k) if key_mask is None else (q, k, key_mask)
-    return bool(apart) and 0 not in (*q.shape[:-2], *state_lead) and all(x.shape[i] == 1 for x in alike for i in apart)
+    """Return whether several states share queries and keys: q, k and the mask have size 1 in each leading dimension in
+    which q has another size than the states, whose leading dimensions are `state_lead`."""
+    dims = [i for i, size in enumerate(state_lead) if q.shape[i] != size]
+    inputs = (q, k) if key_mask is None else (q, k, key_mask)
+    return bool(dims) and 0 not in (*q.shape[:-2], *state_lead) and all(x.shape[i] == 1 for x in inputs for i in dims)
 
 
 def causal_call(
