@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers.cache_utils import Cache
 
+from linattn.checks import check_sizes
 from linattn.integrations.transformers.history import Read
 from linattn.integrations.transformers.state_layer import StateLayer
 from linattn.models import TokenModelState
@@ -12,7 +13,8 @@ from linattn.ops.nested import checked_kind
 
 class LinattnCache(Cache):
     """Holds the `state` of the whole model in one layer, that of a `LanguageModel` after `num_tokens` tokens; None is
-    that before the first one. Only softmax blocks keep all their keys and values, and grow.
+    that before the first one. `generate` skips so many tokens of its input, and masks have so many more columns than
+    there are new tokens. Only softmax blocks keep all their keys and values, and grow.
 
     After `activate_past_recording`, `crop(-n)` takes the last n tokens back, those since the last `crop` or at least
     256. For this the cache keeps these tokens and one or two states before them; without recording, nothing."""
@@ -21,6 +23,9 @@ class LinattnCache(Cache):
 
     def __init__(self, state: TokenModelState | None = None, *, num_tokens: int = 0):
         super().__init__(layers=[StateLayer(1)])
+        check_sizes(num_tokens=num_tokens, least=0)
+        if state is None and num_tokens:
+            raise ValueError(f"num_tokens is {num_tokens}, but there is no state: nothing was read")
         if state is not None:
             self.put_state(checked_kind(state, TokenModelState), num_tokens)
 

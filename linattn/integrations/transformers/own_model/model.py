@@ -63,7 +63,7 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
     ) -> tuple[Float[Tensor, "b n d"], Bool[Tensor, "b n"] | None, tuple[Tensor, ...] | None]:
         """Return the output of the last norm, the mask of the tokens, and the hidden states if `output_hidden_states`.
         The arguments are those of transformers' models, and the `cache` with the past."""
-        if output_attentions:
+        if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions: a linattn model never has the matrix of attention weights")
         tokens = checked_inputs(self.model, input_ids, inputs_embeds)
         key_mask = make_key_mask(attention_mask, tokens, 0 if cache is None else cache.get_seq_length())

@@ -193,6 +193,18 @@ def test_a_recording_cache_stays_small():
     assert_close(model(tokens.expand(2, -1), past_key_values=cache).logits, expected)
 
 
+@torch.no_grad()
+def test_generate_goes_on_after_the_tokens_of_a_state():
+    model, tokens = make("elu"), prompts(1, 9)
+    state, options = model.model.extend(tokens[:, :6])[1], {"max_new_tokens": 6, "do_sample": False}
+    found = model.generate(tokens, past_key_values=LinattnCache(state, num_tokens=6), **options)
+    assert torch.equal(found, model.generate(tokens, **options))
+    with pytest.raises(ValueError, match="num_tokens must be a whole number of at least 0, but is -6"):
+        LinattnCache(state, num_tokens=-6)
+    with pytest.raises(ValueError, match="num_tokens is 6, but there is no state"):
+        LinattnCache(num_tokens=6)
+
+
 def test_gradients_flow_through_the_state():
     model, tokens = make("local+elu"), prompts(2, 8)
     model(tokens, use_cache=False).logits[:, 4:].square().sum().backward()

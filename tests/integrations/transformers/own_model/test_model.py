@@ -109,6 +109,10 @@ def test_arguments_that_would_be_ignored_are_refused(argument):
 def test_attention_weights_are_refused():
     with pytest.raises(ValueError, match="output_attentions"):
         make("elu")(prompts(), output_attentions=True)
+    model = make("elu")
+    model.config.output_attentions = True
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(prompts())
 
 
 @pytest.mark.parametrize("keep", [1, 4, 0, torch.tensor([0, 5])])
