@@ -82,7 +82,7 @@ class RecordingLayer(LinearAttentionLayer):
         self.has_previous_state = dict(self.is_conv_states_initialized)
         self.calls.clear()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
 
         def reorder(x: Tensor) -> Tensor:

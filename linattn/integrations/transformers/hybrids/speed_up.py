@@ -139,6 +139,8 @@ def speed_up(model: nn.Module, /) -> SpeedUp:
 
     Raises ValueError for a model that has no such scan or was sped up already, and ImportError for a version of
     transformers whose functions take other arguments."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, but is a {type(model).__name__}")
     layers = dict(model.named_modules())
     scans, kept = _scans(layers)
     if why := packing_obstacle(model):

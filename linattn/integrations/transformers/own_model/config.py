@@ -52,7 +52,7 @@ class LinattnConfig(NotCopied, PreTrainedConfig):
             if isinstance(self.language_model, dict):
                 self.language_model = upgraded(self.language_model)
         self.linattn_version = __version__
-        if self.language_model is None:
+        if not isinstance(self.language_model, (LanguageModelConfig, dict)):
             raise ValueError("LinattnConfig needs language_model: a LanguageModelConfig or its fields as a dict")
         self.language_model = self.to_language_model().to_dict()
         self.auto_map = dict(AUTO_MAP)

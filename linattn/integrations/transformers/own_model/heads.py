@@ -40,6 +40,8 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
     @classmethod
     def of(cls, model: LanguageModel) -> "LinattnForCausalLM":
         """Wrap the model without copying it: training one trains the other."""
+        if not isinstance(model, LanguageModel):
+            raise ValueError(f"model must be a LanguageModel, but is a {type(model).__name__}")
         with torch.device("meta"):
             wrapper = cls(LinattnConfig(language_model=model.config))
         wrapper.model = model

@@ -81,10 +81,10 @@ def attended_modules(model: PreTrainedModel, /, **inputs: Any) -> list[str]:
 
     Raises ValueError if there is none: a model that never calls transformers' registry accepts every name, without
     effect."""
-    names, calls = {module: name for name, module in model.named_modules()}, []
-    implementation = model.config._attn_implementation
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if not is_ours(implementation):
         raise ValueError(f"the attention of this {type(model).__name__} is {implementation!r}, not one of {PREFIX}…")
+    names, calls = {module: name for name, module in model.named_modules()}, []
     with watched(implementation, lambda module, *_, **__: calls.append(names.get(module, type(module).__name__))):
         model(**inputs)
     if not calls:

@@ -323,6 +323,8 @@ def test_models_without_a_scan_are_refused():
     llama = transformers.LlamaConfig(**sizes, num_attention_heads=2, intermediate_size=16)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has no scan .* LlamaAttention: softmax"):
         speed_up(transformers.LlamaForCausalLM(llama))
+    with pytest.raises(ValueError, match=r"model must be an nn\.Module, but is a str"):
+        speed_up("state-spaces/mamba2-130m")
     with pytest.raises(ValueError, match="Mamba2Block is no model of transformers, nor does it hold one"):
         speed_up(make("mamba2").backbone.layers[0])
     model = sped_up(make("mamba2"))

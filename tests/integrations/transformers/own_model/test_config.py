@@ -34,8 +34,9 @@ def test_transformers_names_mean_our_fields():
 
 
 def test_our_fields_have_one_place():
-    with pytest.raises(ValueError, match="needs language_model"):
-        LinattnConfig()
+    for nothing in (None, 3, "elu", [7]):
+        with pytest.raises(ValueError, match="needs language_model"):
+            LinattnConfig(language_model=nothing)
     with pytest.raises(ValueError, match="depth, attention must be given inside language_model"):
         LinattnConfig(language_model={"vocab_size": 7}, attention="elu", depth=3)
     with pytest.raises(ValueError, match="unknown configuration 'layers'"):

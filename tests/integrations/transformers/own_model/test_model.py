@@ -239,3 +239,5 @@ def test_a_model_there_is_can_be_wrapped():
     assert model.training
     assert_close(model(prompts()).logits.shape, torch.Size([3, 9, 31]))
     assert not LinattnForCausalLM.of(inner.eval()).training
+    with pytest.raises(ValueError, match="must be a LanguageModel, but is a LinattnForCausalLM"):
+        LinattnForCausalLM.of(model)

@@ -391,6 +391,8 @@ def test_models_without_attention_are_refused():
         attended_modules(model, input_ids=tokens())
     with pytest.raises(ValueError, match="is 'sdpa', not one of linattn"):
         attended_modules(make(DECODERS["llama"]), input_ids=tokens())
+    with pytest.raises(ValueError, match="the attention of this Linear is None"):
+        attended_modules(torch.nn.Linear(2, 2))
 
 
 REFUSED = {
