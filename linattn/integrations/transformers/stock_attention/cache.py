@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from linattn.attention import InnerAttention
 from linattn.attention.gates import AnyGates
@@ -39,6 +40,11 @@ class CachedKeys:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            raise ValueError(
+                "the cache has states of linattn, which F.scaled_dot_product_attention cannot continue: after "
+                "set_attn_implementation begin a new cache"
+            )
         first = next(keys for keys in _flat((args, kwargs)) if isinstance(keys, CachedKeys))
         return first._call(function, args, kwargs or {})
 

@@ -382,6 +382,15 @@ def test_models_with_attention_of_their_own_are_refused(family):
         make(family, attn_implementation="linattn:elu")
 
 
+@torch.no_grad()
+def test_softmax_does_not_continue_a_state():
+    model = make(DECODERS["llama"], attn_implementation="linattn:elu")
+    past = model(tokens()).past_key_values
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"states of linattn, which F\.scaled_dot_product_attention cannot continue"):
+        model(tokens(), past_key_values=past)
+
+
 def test_models_without_attention_are_refused():
     model = make(("MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": VOCABULARY}))
     with pytest.raises(ValueError, match="has no attention"):
