@@ -113,6 +113,12 @@ class StatefulTrainer(Trainer):
             raise ValueError(f"rows must be a multiple of the examples per update, {update}, but is {rows}")
         return rows // at_once
 
+    def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
+        # an earlier run, which may have been interrupted, leaves no states; those of a checkpoint are loaded later
+        self._empty = None
+        vars(self).pop("_states", None)
+        return super()._inner_training_loop(*args, **options)
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self._empty is not None:

@@ -106,6 +106,28 @@ def test_windows_have_the_gradients_of_their_text_with_states_detached(name, cou
         assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows_before", [ROWS, 2 * ROWS])
+def test_a_run_leaves_no_state_to_the_next(rows_before, tmp_path):
+    """The first run is interrupted, perhaps because its `rows` were wrong."""
+    model, rows = make("elu"), texts(2 * ROWS)
+    expected = definition(model, rows)
+    run = trainer(model, tmp_path, windows(rows), optim="sgd", learning_rate=0.0, max_steps=len(expected))
+    run.rows, calls = rows_before, []
+
+    def interrupt(_, args, options):
+        calls.append("labels" in options)
+        if sum(calls) == 3:
+            raise KeyboardInterrupt
+
+    handle = model.register_forward_pre_hook(interrupt, with_kwargs=True)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    handle.remove()
+    run.rows = len(rows)
+    run.train()
+    assert_close(losses(run), torch.stack([loss for loss, _ in expected]), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", CONSTANT)
 def test_windows_have_the_logits_of_their_text(name, tmp_path):
     model, rows, logits = make(name), texts(), []
