@@ -232,7 +232,7 @@ def _check_combinations(config: LanguageModelConfig) -> None:
 def _check_layers(config: LanguageModelConfig) -> None:
     names = config.attention
     if not (isinstance(names, (str, tuple)) and names and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"attention must be a name or names of layers, but is {names!r}")
+        raise ValueError(f"attention must be a name, or a tuple of names of layers, but is {names!r}")
     if isinstance(names, tuple) and config.depth % len(names):
         raise ValueError(
             f"attention names {len(names)} layers, which repeat, so depth must be a multiple of {len(names)}, "
