@@ -108,9 +108,11 @@ def test_what_is_no_model_of_tokens_is_refused(function: Any, name: str, value: 
         function(*positional, **others, **{name: value})
 
 
-def parts_of_attentions() -> Iterator[Any]:
-    """Yield (function, argument) for each argument of an attention or a feature map that is a part of its own class."""
-    for name in (*linattn.attention.__all__, *linattn.feature_maps.__all__):
+def arguments_that_are_parts() -> Iterator[Any]:
+    """Yield (function, argument) for each argument of an attention, a feature map, a layer or a model that is a module
+    or a generator."""
+    packages = linattn.attention, linattn.feature_maps, linattn.nn, linattn.models
+    for name in sorted({name for package in packages for name in package.__all__}):
         function = getattr(linattn, name)
         if callable(function) and not inspect.isabstract(function) and name not in RECORDS:
             for parameter in inspect.signature(function).parameters.values():
@@ -119,7 +121,7 @@ def parts_of_attentions() -> Iterator[Any]:
                     yield pytest.param(function, parameter.name, id=f"{name}-{parameter.name}")
 
 
-@pytest.mark.parametrize(("function", "name"), list(parts_of_attentions()))
+@pytest.mark.parametrize(("function", "name"), list(arguments_that_are_parts()))
 def test_what_is_no_part_is_refused_at_once(function: Any, name: str) -> None:
     required = inspect.signature(function).parameters[name].default is inspect.Parameter.empty
     for wrong in (3, 0.9, "nonsense", torch.zeros(2), nn.Linear, *([None] if required else [])):
@@ -176,7 +178,11 @@ def other_arguments(function: Any, name: str) -> tuple[list[Any], dict[str, Any]
     return positional, others
 
 
+EMBEDDING, STACK = nn.Embedding(9, 8), linattn.ResidualSequence([])
 PARTS = {
+    "embedding": EMBEDDING,
+    "stack": STACK,
+    "encoder": linattn.SequenceModel(EMBEDDING, STACK),
     "function": torch.relu,
     "kernel": torch.relu,
     "key_projection": linattn.MeanPooling(9, 3),

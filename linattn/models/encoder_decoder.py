@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from linattn.checks import check_instances
 from linattn.models.loss import NO_LABEL, next_token_loss
 from linattn.models.token_model import SequenceModel, TokenModelState
 from linattn.nn.modes import evaluating
@@ -24,6 +25,7 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self, encoder: SequenceModel, decoder: SequenceModel):
         super().__init__()
+        check_instances(SequenceModel, encoder=encoder, decoder=decoder)
         if encoder.gives_logits or encoder.causal:
             raise ValueError("the encoder must have no head and see all tokens: its output is the decoder's context")
         if not decoder.causal:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linattn.checks import check_instances
 from linattn.models.config import LanguageModelConfig
 from linattn.models.storage import TOKENIZER, read_config, read_tensors, write_model
 from linattn.models.token_model import TokenModel, TokenModelState
@@ -28,6 +29,7 @@ class LanguageModel(TokenModel):
 
     def __init__(self, config: LanguageModelConfig):
         super().__init__()
+        check_instances(LanguageModelConfig, config=config)
         self.config, self.causal = config, config.causal
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.positions = None if config.max_length is None else LearnedPositions(config.max_length, config.dim)

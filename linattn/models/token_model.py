@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
 from linattn.attention.rotary import count_positions
-from linattn.checks import check_types
+from linattn.checks import check_instances, check_types, given
 from linattn.nn import MultiheadAttention, TokenShift
 from linattn.nn.branch import Call
 from linattn.nn.checks import check_indices, out_of_range
@@ -150,6 +150,8 @@ class SequenceModel(TokenModel):
         tied: bool = False,
     ):
         super().__init__()
+        check_instances(nn.Embedding, embedding=embedding)
+        check_instances(nn.Module, stack=stack, **given(positions=positions, norm=norm, head=head))
         if tied and head is not None:
             raise ValueError("a tied model has the embedding's matrix for its head, but another head was given")
         self.embedding, self.positions, self.stack = embedding, positions, stack

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.checks import check_types, given
+from linattn.checks import check_instances, check_types, given
 from linattn.nn.attention import MultiheadAttention
 from linattn.nn.token_shift import TokenShift
 from linattn.ops.nested import check_part, checked_kind
@@ -55,6 +55,8 @@ class Branch(nn.Module):
         self, module: nn.Module, *, norm: nn.Module | None = None, shift: TokenShift | None = None, rezero: bool = False
     ):
         super().__init__()
+        check_instances(nn.Module, module=module, **given(norm=norm))
+        check_instances(TokenShift, **given(shift=shift))
         self.module, self.norm, self.shift = module, norm, shift
         self.g = nn.Parameter(torch.empty(())) if rezero else None
         self.reset_parameters()

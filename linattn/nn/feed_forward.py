@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from linattn.checks import check_sizes, check_types
+from linattn.checks import check_instances, check_sizes, check_types
 from linattn.nn.checks import check_channels, check_floats
 
 Activation = Callable[[Tensor], Tensor]
@@ -88,6 +88,7 @@ class Chunked(nn.Module):
 
     def __init__(self, module: nn.Module, chunks: int):
         super().__init__()
+        check_instances(nn.Module, module=module)
         check_sizes(chunks=chunks)
         self.module, self.chunks = module, chunks
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.checks import check_sizes, check_types, given
+from linattn.checks import check_instances, check_sizes, check_types, given
 from linattn.names import unknown_name
 from linattn.nn.attention import MultiheadAttention
 from linattn.nn.branch import Branch, Call
@@ -82,7 +82,7 @@ class ResidualSequence(Stack):
 
     def __init__(self, branches: Iterable[Branch]):
         super().__init__()
-        self.branches = nn.ModuleList(branches)
+        self.branches = nn.ModuleList(_checked(branches))
 
     def run(self, x: Tokens, step: Step) -> Tokens:
         for branch in self.branches:
@@ -112,7 +112,7 @@ class ReversibleSequence(Stack):
                     f"{type(pair).__name__} of {len(pair)}" if isinstance(pair, tuple | list) else type(pair).__name__
                 )
                 raise ValueError(f"pairs must be tuples of two branches, (f, g), but one is a {came}")
-        self.branches = nn.ModuleList(branch for pair in pairs for branch in pair)
+        self.branches = nn.ModuleList(_checked(branch for pair in pairs for branch in pair))
         self.reduce = reduce
 
     def run(self, x: Tokens, step: Step) -> Tokens:
@@ -139,6 +139,7 @@ class Projected(Stack):
     @check_types
     def __init__(self, stack: Stack, in_dim: int, dim: int, *, out_dim: int | None = None):
         super().__init__()
+        check_instances(Stack, stack=stack)
         check_sizes(in_dim=in_dim, dim=dim, **given(out_dim=out_dim))
         self.in_proj, self.stack = nn.Linear(in_dim, dim), stack
         self.out_proj = None if out_dim is None else nn.Linear(dim, out_dim)
@@ -151,3 +152,9 @@ class Projected(Stack):
         check_channels(x, self.in_proj)
         y = self.stack.run(self.in_proj(x), step)
         return y if self.out_proj is None else self.out_proj(y)
+
+
+def _checked(branches: Iterable[Branch]) -> list[Branch]:
+    branches = [*branches]
+    check_instances(Branch, **{f"branches[{i}]": branch for i, branch in enumerate(branches)})
+    return branches

@@ -305,3 +305,7 @@ def test_what_is_not_known_is_refused(unchecked):
     for wrong, came in (((f,), "a tuple of 1"), ([f, g, f], "a list of 3"), (f, "a Branch")):
         with pytest.raises(ValueError, match=rf"pairs must be tuples of two branches, \(f, g\), but one is {came}"):
             ReversibleSequence([(f, g), wrong])
+    for make in (lambda part: ResidualSequence([f, part]), lambda part: ReversibleSequence([(f, part)])):
+        for part in (torch.nn.Identity(), 3, None):
+            with pytest.raises(ValueError, match=r"branches\[1\] must be a Branch, but is"):
+                make(part)
