@@ -69,14 +69,17 @@ def scale_matrices(model: LanguageModel, *, factor: float) -> None:
             module.weight.mul_(factor)
 
 
+# models with a SiLU alone have a convolution one token wide
+INDUCTION = {"convolution": 4, "induction": True}
 VARIANTS = {
     **{
         f"head_norm_eps={eps}": Variant(options={"head_norm_eps": float(eps)})
         for eps in ("1e-8", "1e-6", "1e-3", "1e-2")
     },
     "unit_keys": Variant(options={"unit_keys": True}),
-    # models with a SiLU alone have a convolution one token wide
-    "induction": Variant(options={"convolution": 4, "induction": True}),
+    "induction": Variant(options=INDUCTION),
+    # instead of SwiGLU, with as many weights
+    "induction+squared_relu": Variant(options={**INDUCTION, "feed_forward": "squared_relu"}),
     "zero_outputs": Variant(begin=zero_outputs),
     "matrices*3": Variant(begin=partial(scale_matrices, factor=3.0)),
     **{
