@@ -20,7 +20,7 @@ RUN, TOKENS_PER_CALL = "runs/demo", 8_192
 EXCLUDED = "test tests idlelib lib2to3 encodings pydoc_data site-packages dist-packages config-*"
 # small, so that two cores have time for many updates
 MODEL = "--dim 128 --depth 4 --num-heads 4 --window 8"
-TRAINING = "--minutes 2 --context 1024 --batch 2 --evaluate-tokens 65536"
+TRAINING = "--minutes 2 --context 2048 --batch 1 --evaluate-tokens 65536"
 PROMPT = 'def read_config(path):\n    """'
 
 
