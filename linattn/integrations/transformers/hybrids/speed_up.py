@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import transformers
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -158,6 +159,8 @@ def speed_up(model: nn.Module, /) -> SpeedUp:
         raise ValueError(f"this {type(model).__name__} was sped up already")
     for place in sorted(set().union(*owners.values()), key=str):
         place.check_signature()
+    for name in owners:
+        _check_cache(layers[name])
     record = SpeedUp(type(model).__name__, {name: _operators(places) for name, places in scans.items()}, kept)
     for name, places in owners.items():
         head = _model_around(layers, name.rpartition(".")[0]) if name else None
@@ -177,6 +180,16 @@ def _all_recorded(scans: dict[str, set[Place]], kept: dict[str, str]) -> bool:
     """Return whether the tokens of all recurrent layers can be taken back."""
     names = {place.name for places in scans.values() for place in places} - {CONVOLUTION}
     return all(SCANS[name].tokens for name in names) and {*kept.values()} <= {STEPS, SOFTMAX}
+
+
+def _check_cache(model: nn.Module) -> None:
+    """Raise ImportError unless the model takes its cache under a name that `cache_in` knows: a call whose cache is not
+    found would read wrong states."""
+    if "cache" in signature(model.forward).parameters:
+        raise ImportError(
+            f"{type(model).__name__} of transformers {transformers.__version__} takes its cache as `cache`, but "
+            "linattn knows past_key_values and cache_params, as in 5.23"
+        )
 
 
 def _refuses_drafts(model: Any) -> bool:

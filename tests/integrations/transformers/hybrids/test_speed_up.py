@@ -355,6 +355,19 @@ def test_functions_with_other_arguments_are_refused_and_stay(family, monkeypatch
     assert all(other.read() is function for other, function in functions.items() if other != place)
 
 
+def test_a_cache_by_another_name_is_refused(monkeypatch):
+    """As from transformers 5.24 on: it would not be found among the arguments, and states be read wrongly."""
+    model = make("qwen3_next")
+    functions = {place: place.read() for layer in model.modules() for place in places_in(layer)}
+
+    def forward(input_ids: Any = None, cache: Any = None, **kwargs: Any) -> None: ...
+
+    monkeypatch.setattr(model.model, "forward", forward)
+    with pytest.raises(ImportError, match=r"Qwen3NextModel of transformers .* takes its cache as `cache`, but linattn"):
+        speed_up(model)
+    assert all(place.read() is function for place, function in functions.items())
+
+
 def test_kernels_of_a_package_come_first(monkeypatch):
     layer = make("qwen3_next").model.layers[0].linear_attn
     monkeypatch.setattr(places_module, "find_spec", lambda package: package == "fla" or None)
