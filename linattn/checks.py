@@ -66,9 +66,10 @@ def check_tensors(**tensors: object) -> None:
 
 def check_instances(kind: type, **objects: object) -> None:
     """Raise ValueError, by name, unless each object is an instance of `kind`."""
+    article = "an" if kind.__name__[0] in "AEIO" else "a"
     for name, x in objects.items():
         if not isinstance(x, kind):
-            raise ValueError(f"{name} must be a {kind.__name__}, but is {x!r:.60}")
+            raise ValueError(f"{name} must be {article} {kind.__name__}, but is {x!r:.60}")
 
 
 def check_floating(**tensors: Any) -> None:

@@ -127,9 +127,10 @@ def test_what_is_no_part_is_refused_at_once(function: Any, name: str) -> None:
     for wrong in (3, 0.9, "nonsense", torch.zeros(2), nn.Linear, *([None] if required else [])):
         positional, others = other_arguments(function, name)
         others |= {"causal": True} if name == "decay" else {}
-        with pytest.raises(ValueError, match=rf"\b{name}\b|is needed here, but"):
+        with pytest.raises(ValueError, match=rf"\b{name}\b|is needed here, but") as error:
             function(*positional, **others, **{name: wrong})
             pytest.fail(f"{name}={wrong!r} is taken")
+        assert not re.search(r"\ba [AEIO]", str(error.value))
 
 
 # numbers of things of which there may be none, and a choice
