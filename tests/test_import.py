@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +42,16 @@ def test_public_names_are_listed_and_there():
     missing = [name for name in linattn.__all__ if not hasattr(linattn, name)]
     assert not missing
     assert len(set(linattn.__all__)) == len(linattn.__all__)
+
+
+def test_an_older_transformers_is_refused_by_name():
+    """Its models take caches by other names, so states would be read wrongly or not at all."""
+    from linattn.integrations.transformers import OLDEST
+
+    major, minor = OLDEST.split(".")
+    program = f"import transformers; transformers.__version__ = '{major}.{int(minor) - 1}.9'\n"
+    program += "import linattn.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith(f"ImportError: linattn needs transformers {OLDEST} or later, but ")
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert f"transformers>={OLDEST}" in project["optional-dependencies"]["transformers"]

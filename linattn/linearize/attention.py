@@ -221,7 +221,7 @@ def _cache_layer(module: nn.Module, inputs: Iterable[Any]) -> AttentionLayer | N
     layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None  # pyright: ignore
     if not isinstance(layer, AttentionLayer):
         raise ValueError(
-            "a linearized model keeps states, which this cache has no place for: give no past_key_values, or a "
+            "a linearized model keeps states, which this cache has no place for: give no cache, or a "
             "DynamicCache(config=model.config)"
         )
     return layer

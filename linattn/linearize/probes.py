@@ -141,7 +141,7 @@ def _step(model: Callable[..., Any], ids: Tensor, cache: Cache) -> float:
     time, which other programs do not change."""
     clock = time.perf_counter if ids.is_cuda else time.process_time
     started = clock()
-    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
     if ids.is_cuda:
         torch.cuda.synchronize()
     return clock() - started

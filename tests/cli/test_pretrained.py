@@ -117,7 +117,7 @@ def test_info_describes_layers_and_cache(linear, capsys):
     model = load_linearized(linear)
     assert found["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     with torch.no_grad():
-        cache = model(torch.zeros(1, found["state_tokens"], dtype=torch.long)).past_key_values
+        cache = model(torch.zeros(1, found["state_tokens"], dtype=torch.long)).cache
     # beside the state, a cache as a value has the number of tokens in 8 bytes
     assert found["state_bytes"] == states.num_bytes(cache) - 8
     assert found["state_bytes_per_further_token"] == 2 * 32 * 4

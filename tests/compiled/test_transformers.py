@@ -45,7 +45,7 @@ def test_one_graph_reads_and_another_goes_on(attention):
     with torch.no_grad():
         expected, cache = model(tokens, use_cache=False).logits, LinattnCache()
         logits = [
-            compiled(piece, past_key_values=cache).logits for piece in tokens.split([12, 1, 1, 1, 1, 1, 1, 1, 1], 1)
+            compiled(piece, cache=cache).logits for piece in tokens.split([12, 1, 1, 1, 1, 1, 1, 1, 1], 1)
         ]
     assert_close(torch.cat(logits, 1), expected)
 
@@ -80,8 +80,8 @@ def test_our_attention_in_a_stock_model_is_one_graph():
     expected = model(tokens, attention_mask=mask, use_cache=False).logits
     assert_close(compiled(tokens, attention_mask=mask, use_cache=False).logits, expected)
     with torch.no_grad():
-        cache = model(tokens[:, :19], attention_mask=mask[:, :19]).past_key_values
-        last = compiled(tokens[:, 19:], attention_mask=mask, past_key_values=cache).logits
+        cache = model(tokens[:, :19], attention_mask=mask[:, :19]).cache
+        last = compiled(tokens[:, 19:], attention_mask=mask, cache=cache).logits
         assert_close(last, expected[:, 19:])
 
 
@@ -93,8 +93,8 @@ def test_a_linearized_model_takes_every_token_by_the_same_graph():
     convert(model, plan(model, window=3, key_dim=4), [{"input_ids": tokens}])
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     with torch.no_grad():
-        expected, cache = model(tokens, use_cache=False).logits, model(tokens[:, :5]).past_key_values
-        logits = [compiled(token, past_key_values=cache).logits for token in tokens[:, 5:].split(1, 1)]
+        expected, cache = model(tokens, use_cache=False).logits, model(tokens[:, :5]).cache
+        logits = [compiled(token, cache=cache).logits for token in tokens[:, 5:].split(1, 1)]
     assert_close(torch.cat(logits, 1), expected[:, 5:])
     # numbers of tokens are constants in the first graph, the past has other strides after it, and then all is the same
     assert counter.frame_count <= 3

@@ -186,7 +186,7 @@ def test_pieces_make_the_whole(case):
             piece = {name: inputs[name][:, seen : seen + n] for name in ("input_ids", "position_ids")}
             seen += n
             mask = inputs["attention_mask"][:, :seen]
-            found.append(model(**piece, attention_mask=mask, past_key_values=cache).logits)
+            found.append(model(**piece, attention_mask=mask, cache=cache).logits)
         assert_close(torch.cat(found, 1)[present], expected)
 
 
@@ -205,7 +205,7 @@ def test_cropped_is_never_read(case):
 
     def read(start: int, stop: int) -> torch.Tensor:
         piece = {"input_ids": ids[:, start:stop], "position_ids": places[:, start:stop]}
-        return model(**piece, attention_mask=mask[:, :stop], past_key_values=cache).logits
+        return model(**piece, attention_mask=mask[:, :stop], cache=cache).logits
 
     read(0, 11)
     cache.crop(-6)

@@ -52,7 +52,7 @@ def test_the_state_has_the_planned_size(family, method):
     model = make(family)
     made = plan(model, method=method, window=3, key_dim=4)
     convert(model, made, [{"input_ids": tokens()}])
-    cache = model(tokens(1, 20)).past_key_values
+    cache = model(tokens(1, 20)).cache
     for layer, planned in zip(cache.layers, made.layers, strict=True):
         sizes: list[int] = []
         map_state(lambda x, sizes=sizes: sizes.append(x.numel()), (layer.attention.state, layer.convolution.state))
@@ -219,4 +219,4 @@ def test_a_cache_of_keys_is_refused():
     model = make(DECODERS["llama"])
     convert(model, plan(model, method="elu"))
     with pytest.raises(ValueError, match="keeps states, which this cache has no place for"):
-        model(tokens(), past_key_values=transformers.DynamicCache())
+        model(tokens(), cache=transformers.DynamicCache())

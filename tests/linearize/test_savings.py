@@ -90,7 +90,7 @@ def trained(family: Any, stage: Any, *, batches: Any = None, checkpointing: bool
     made = {name: options.pop(name) for name in ("shared", "dtype") if name in options}
     conversion, own = start(family, **made)
     if checkpointing:
-        conversion.model.gradient_checkpointing_enable({"use_reentrant": False})
+        conversion.model.activation_checkpointing_enable({"use_reentrant": False})
     options = options if stage is fine_tune else {}
     training = stage(conversion.model, conversion.teacher, batches or own, Budget(steps=3, **budget), **options)
     return training.losses, conversion

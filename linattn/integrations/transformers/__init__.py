@@ -7,9 +7,18 @@ import torch
 
 from linattn.checks import extra
 
+OLDEST = "5.24"
+"""The first version of transformers whose models take their cache as `cache`."""
+
 with extra("transformers"):
     import transformers
+    from packaging.version import Version
 
+    if Version(transformers.__version__) < Version(OLDEST):
+        raise ImportError(
+            f"linattn needs transformers {OLDEST} or later, but {transformers.__version__} is installed: "
+            'pip install "linattn[transformers]" installs a newer one'
+        )
     from linattn.integrations.transformers import held_states
     from linattn.integrations.transformers.hybrids.speed_up import SpeedUp, speed_up
     from linattn.integrations.transformers.own_model.cache import LinattnCache

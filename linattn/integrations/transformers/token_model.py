@@ -55,9 +55,6 @@ class PretrainedTokenModel(TokenModel):
         super().__init__()
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self._options = signature(model.forward).parameters.keys() & {"position_ids", "logits_to_keep"}
-        self._cache_name = (
-            "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
-        )
         with torch.no_grad(), evaluating(model):
             self._begin()
             self._check_rows()
@@ -97,7 +94,7 @@ class PretrainedTokenModel(TokenModel):
         cache = copy.copy(self._example)
         layers = zip(self._example.layers, state.stack, strict=True)
         cache.layers = [_layer(example, each, longest) for example, each in layers]
-        output = self.model(tokens, use_cache=True, **{self._cache_name: cache}, **options)
+        output = self.model(tokens, use_cache=True, cache=cache, **options)
         position = state.position + n
         return output.logits[:, -1:], TokenModelState(_stack(cache, position), position)
 
@@ -107,7 +104,7 @@ class PretrainedTokenModel(TokenModel):
     def _begin(self) -> None:
         """Find the layers of the cache, and the state before the first token."""
         name, token = type(self.model).__name__, torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        cache = self.model(token, use_cache=True).get(self._cache_name)
+        cache = self.model(token, use_cache=True).get("cache")
         if type(cache) is not DynamicCache:
             raise ValueError(f"the rows of {name} cannot be joined: its cache is a {type(cache).__name__}")
         if other := {type(x).__name__ for x in cache.layers if type(x) not in LAYERS and not isinstance(x, StateLayer)}:
@@ -118,7 +115,7 @@ class PretrainedTokenModel(TokenModel):
         for layer in self._example.layers:
             if isinstance(layer, StateLayer):
                 layer.activate_past_recording()
-        output = self.model(token, use_cache=True, **{self._cache_name: self._example})
+        output = self.model(token, use_cache=True, cache=self._example)
         self._vocab_size = output.logits.shape[-1]
         self._empty = TokenModelState(tuple(map(_empty, self._example.layers)), token.new_zeros(1))
 

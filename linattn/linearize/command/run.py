@@ -252,11 +252,11 @@ def _reset_if_worse(conversion: Conversion, held_out: list[dict[str, Tensor]], b
 @contextmanager
 def recomputing(model: PreTrainedModel) -> Iterator[None]:
     """Recompute activations in the backward pass inside the block."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     try:
         yield
     finally:
-        model.gradient_checkpointing_disable()
+        model.activation_checkpointing_disable()
 
 
 def _swapped_in(conversion: Conversion, held_out: list[dict[str, Tensor]], work: Path) -> tuple[Record, float]:

@@ -57,11 +57,11 @@ def some_tokens(b, n):
 
 
 def read(model, tokens):
-    return model(tokens, use_cache=True).past_key_values
+    return model(tokens, use_cache=True).cache
 
 
 def following(model, cache, tokens):
-    return model(tokens, past_key_values=cache).logits
+    return model(tokens, cache=cache).logits
 
 
 def test_rows_of_caches_go_on_as_alone(model):
@@ -78,9 +78,9 @@ def test_rows_of_caches_go_on_as_alone(model):
         inputs["position_ids"] = starts + torch.arange(2)
     order = [2, 0]
     some = {name: x[order] for name, x in inputs.items()}
-    found = model(more[order], past_key_values=states.select(joined, order), **some).logits
+    found = model(more[order], cache=states.select(joined, order), **some).logits
     assert_close(found, torch.stack([expected[i] for i in order]))
-    assert_close(model(more, past_key_values=joined, **inputs).logits, torch.stack(expected))
+    assert_close(model(more, cache=joined, **inputs).logits, torch.stack(expected))
     forked = states.repeat(states.detach(caches[1]), 2)
     assert_close(following(model, forked, more[1:2].expand(2, -1)), expected[1].expand(2, -1, -1))
     # no function wrote to a cache
@@ -144,4 +144,4 @@ def test_other_caches_are_refused():
         states.count_rows(DynamicCache(config=stock("elu").config))
     bart = make_stock(ENCODER_DECODERS["bart"])
     with pytest.raises(ValueError, match="is two caches"):
-        states.count_rows(bart(some_tokens(1, 5), decoder_input_ids=some_tokens(1, 3)).past_key_values)
+        states.count_rows(bart(some_tokens(1, 5), decoder_input_ids=some_tokens(1, 3)).cache)

@@ -204,6 +204,6 @@ def test_cached_decoding_is_theirs(name):
     mine.load_state_dict(translate(dict(theirs.named_parameters())))
     x, cache, state = torch.randn(2, 45, DIM), DynamicCache(config=config), None
     for piece in x.split((40, 1, 1, 1, 1, 1), 1):
-        expected = theirs(piece, cache_params=cache)
+        expected = theirs(piece, cache=cache)
         found, state = mine.extend(piece.double(), state)
         close(found, expected)

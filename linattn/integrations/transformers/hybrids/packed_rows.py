@@ -15,6 +15,8 @@ from linattn.integrations.transformers.documents import positions_in
 from linattn.integrations.transformers.hybrids.places import lacks_mark
 
 DOCUMENT_ARGUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q")
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+"""The name of the cache, and those that transformers still renames to it, after our hook."""
 LEAKING = {
     "Qwen4ExpTextPLELayer": "its n-grams look across documents",
     "Glm5NextTextAttention": "its indexed attention looks across documents",
@@ -102,7 +104,7 @@ def _has_cache(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a model, None if there is none."""
-    return arguments.get("past_key_values", arguments.get("cache_params"))
+    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def num_tokens(arguments: Mapping[str, Any]) -> int:
@@ -131,6 +133,6 @@ def _masks(model: PreTrainedModel, positions: Int[Tensor, "b n"]) -> dict[str, A
     # transformers reads only the shape, the dtype and the device
     tokens = torch.empty(*positions.shape, 1, dtype=model.dtype, device=positions.device)
     causal = create_causal_mask(
-        config=model.config, inputs_embeds=tokens, attention_mask=None, past_key_values=None, position_ids=positions
+        config=model.config, inputs_embeds=tokens, attention_mask=None, cache=None, position_ids=positions
     )
     return {"full_attention": causal, "linear_attention": None}

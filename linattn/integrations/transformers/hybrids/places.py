@@ -91,7 +91,7 @@ class Place:
         if theirs != expected:
             raise ImportError(
                 f"{self.name} of transformers {transformers.__version__} is {stock}, but linattn replaces "
-                f"{ours}, as in 5.23"
+                f"{ours}, as in 5.24"
             )
 
     def _owner(self) -> Any:

@@ -163,7 +163,7 @@ def lightning_attention(
     hidden_states: Float[Tensor, "b n c"],
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None,
-    past_key_values: Any = None,
+    cache: Any = None,
     *,
     documents: Documents = None,
     **kwargs: Any,
@@ -173,7 +173,7 @@ def lightning_attention(
     x = layer.act_fn(layer.qkv_proj(hidden_states))
     x = x if attention_mask is None else x * attention_mask[:, :, None].to(x.dtype)
     q, k, v = x.unflatten(-1, (layer.num_attention_heads, -1)).transpose(1, 2).chunk(3, dim=-1)
-    past = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)
+    past = None if cache is None else cache.get_linear_cache(layer.layer_idx)
     state = (
         None
         if past is None
@@ -183,8 +183,8 @@ def lightning_attention(
     log_decay = _restarting(log_decay, documents).transpose(1, 2)
     y, (S, _) = causal_linear_attention(q, k, v, state, log_decay=log_decay, normalize=None)
     S = S.to(v.dtype)
-    if past_key_values is not None:
-        past_key_values.set_linear_cache(layer.layer_idx, S)
+    if cache is not None:
+        cache.set_linear_cache(layer.layer_idx, S)
     y = layer.norm(y.transpose(1, 2).flatten(-2)) * F.sigmoid(layer.output_gate(hidden_states))
     return layer.out_proj(y), S
 

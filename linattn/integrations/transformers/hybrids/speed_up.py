@@ -12,12 +12,11 @@ from weakref import WeakSet
 import torch
 import transformers
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from linattn.integrations.transformers.documents import MARK
-from linattn.integrations.transformers.hybrids.drafts import COMMON, OWN, rename_cache
 from linattn.integrations.transformers.hybrids.packed_rows import (
+    CACHE_ARGUMENTS,
     DOCUMENT_ARGUMENTS,
     cache_in,
     document_numbers,
@@ -106,15 +105,13 @@ class SpeedUp:
     kept: dict[str, str]
     _marks: list[Marker] = field(init=False, repr=False, default_factory=list)
     _stateful: list[Any] = field(init=False, repr=False, default_factory=list)
-    _handles: list[RemovableHandle] = field(init=False, repr=False, default_factory=list)
 
     def undo(self) -> None:
         """Restore transformers' own functions for this model, and in transformers' modules, too, if no other model uses
         ours."""
         for marker in self._marks:
-            self._handles += marker.handles
-        for handle in self._handles:
-            handle.remove()
+            for handle in marker.handles:
+                handle.remove()
         _markers.difference_update(self._marks)
         needed = {place for marker in _markers for place in marker.places}
         for place in {place for marker in self._marks for place in marker.places} - needed:
@@ -167,11 +164,9 @@ def speed_up(model: nn.Module, /) -> SpeedUp:
         record._marks.append(Marker(layers[name], None if head is None else layers[head], places))
     if _all_recorded(scans, kept):
         # transformers refuses assisted decoding for such models, as their own caches cannot be cropped
-        record._stateful = [each for each in layers.values() if _refuses_drafts(each)]
+        record._stateful = [each for each in layers.values() if getattr(each, "_is_stateful", False)]
         for each in record._stateful:
             each._is_stateful = False
-            if isinstance(each, PreTrainedModel) and each.can_generate() and OWN in signature(each.forward).parameters:
-                record._handles.append(rename_cache(each))
     print(record)
     return record
 
@@ -185,17 +180,11 @@ def _all_recorded(scans: dict[str, set[Place]], kept: dict[str, str]) -> bool:
 def _check_cache(model: nn.Module) -> None:
     """Raise ImportError unless the model takes its cache under a name that `cache_in` knows: a call whose cache is not
     found would read wrong states."""
-    if "cache" in signature(model.forward).parameters:
+    if signature(model.forward).parameters.keys().isdisjoint(CACHE_ARGUMENTS):
         raise ImportError(
-            f"{type(model).__name__} of transformers {transformers.__version__} takes its cache as `cache`, but "
-            "linattn knows past_key_values and cache_params, as in 5.23"
+            f"{type(model).__name__} of transformers {transformers.__version__} takes no argument `cache`, but linattn "
+            "looks for its cache there, as in 5.24"
         )
-
-
-def _refuses_drafts(model: Any) -> bool:
-    """Return whether transformers refuses assisted decoding because the model calls itself stateful, although its cache
-    has a name by which `rename_cache` or assisted decoding itself finds it."""
-    return getattr(model, "_is_stateful", False) and not {OWN, COMMON}.isdisjoint(signature(model.forward).parameters)
 
 
 def _scans(layers: dict[str, nn.Module]) -> tuple[dict[str, set[Place]], dict[str, str]]:

@@ -3,12 +3,16 @@
 from typing import Any
 
 from transformers.cache_utils import Cache
+from transformers.utils.deprecation import deprecate_kwarg
 
 from linattn.checks import check_sizes
 from linattn.integrations.transformers.history import Read
 from linattn.integrations.transformers.state_layer import StateLayer
 from linattn.models import TokenModelState
 from linattn.ops.nested import checked_kind
+
+old_cache_name = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+"""Lets a forward take its `cache` by the name that other libraries may still use, as long as stock models do."""
 
 
 class LinattnCache(Cache):

@@ -37,7 +37,7 @@ class LinattnConfig(NotCopied, PreTrainedConfig):
     attribute without effect."""
 
     model_type = MODEL_TYPE
-    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar = ["cache"]
 
     language_model: dict[str, Any] | LanguageModelConfig | None = None
     linattn_version: str | None = None

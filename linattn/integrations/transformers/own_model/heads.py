@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput, TokenClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from linattn.integrations.transformers.own_model.cache import LinattnCache
+from linattn.integrations.transformers.own_model.cache import LinattnCache, old_cache_name
 from linattn.integrations.transformers.own_model.config import LinattnConfig
 from linattn.integrations.transformers.own_model.model import LinattnPreTrainedModel, checked_inputs, make_key_mask
 from linattn.models import LanguageModel
@@ -47,12 +47,13 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         wrapper.model = model
         return wrapper.train(model.training)
 
+    @old_cache_name
     @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "b n"] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Float[Tensor, "b n d"] | None = None,
         labels: Int[Tensor, "b labels"] | None = None,
         use_cache: bool | None = None,
@@ -63,7 +64,7 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return the loss, and the logits after all tokens (0), the last few (int) or chosen ones (indices).
         Labels (b, n + 1) also have the target of the last token."""
-        cache = self._cache(past_key_values, use_cache)
+        cache = self._checked_cache(cache, use_cache)
         if labels is not None and self.segment_length is not None:
             others = {
                 "inputs_embeds": inputs_embeds is not None,
@@ -92,7 +93,7 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
                 loss = self.loss_function(logits, labels, logits.shape[-1], **options)
             except IndexError as error:
                 raise out_of_range("labels", targets[targets != NO_LABEL], logits.shape[-1]) from error
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, cache=cache, hidden_states=states)
 
     def get_output_embeddings(self) -> nn.Linear | None:
         """Return None if the matrix of the embeddings makes the logits."""
@@ -108,7 +109,7 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         """Raise ValueError if the call has arguments, whose names are in `others`, or the model is in a mode, that
         training in segments does not support."""
         if self.gradient_checkpointing and self.training:
-            others = [*others, "gradient checkpointing"]
+            others = [*others, "activation checkpointing"]
         if any(isinstance(module, FSDPModule) for module in self.modules()):
             others = [*others, "FSDP"]
         if others:
@@ -134,7 +135,7 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
             loss = loss * (labels[:, 1:] != NO_LABEL).sum() / num_items
         if cache is not None:
             cache.put_state(state, tokens.shape[1])
-        return CausalLMOutputWithPast(loss=loss, past_key_values=cache)
+        return CausalLMOutputWithPast(loss=loss, cache=cache)
 
     def _prepare_cache_for_generation(
         self,
@@ -150,8 +151,8 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
                 f"cache_implementation {generation_config.cache_implementation!r}: a linattn model has one kind of "
                 "cache, of constant size"
             )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
-            model_kwargs["past_key_values"] = cache = LinattnCache()
+        if model_kwargs.get("cache") is None and generation_config.use_cache:
+            model_kwargs["cache"] = cache = LinattnCache()
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 

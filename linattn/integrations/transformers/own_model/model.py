@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from linattn.files import set_default_mode
-from linattn.integrations.transformers.own_model.cache import LinattnCache
+from linattn.integrations.transformers.own_model.cache import LinattnCache, old_cache_name
 from linattn.integrations.transformers.own_model.config import LinattnConfig, NotCopied
 from linattn.models import LanguageModel, TokenModelState
 from linattn.models.language_model import INIT_STD
@@ -88,16 +88,16 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         _refuse_attention(attn_implementation)
 
-    def _cache(self, cache: Cache | None, use_cache: bool | None) -> LinattnCache | None:
+    def _checked_cache(self, cache: Cache | None, use_cache: bool | None) -> LinattnCache | None:
         if cache is not None and not isinstance(cache, LinattnCache):
-            raise ValueError(f"past_key_values must be a LinattnCache, but is a {type(cache).__name__}")
+            raise ValueError(f"cache must be a LinattnCache, but is a {type(cache).__name__}")
         if cache is not None and use_cache is False:
-            raise ValueError("use_cache is False, but past_key_values was given")
+            raise ValueError("use_cache is False, but a cache was given")
         default = self.config.use_cache and self.model.causal and not self.training
         if cache is None and (default if use_cache is None else use_cache):
             cache = LinattnCache()
         if cache is not None and self.gradient_checkpointing and self.training:
-            raise ValueError("gradient checkpointing is for training without a cache: give use_cache=False")
+            raise ValueError("activation checkpointing is for training without a cache: give use_cache=False")
         return cache
 
     def _run(
@@ -141,7 +141,7 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
         gradient_checkpointing_func: Callable[..., Any] = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
-        """Switch checkpointing: transformers' gradient_checkpointing_enable and _disable call this."""
+        """Switch checkpointing: transformers' activation_checkpointing_enable and _disable call this."""
         self.gradient_checkpointing = enable
         self._checkpoint, self._checkpoint_every = gradient_checkpointing_func, every_n_layers
 
@@ -184,22 +184,23 @@ class LinattnModel(LinattnPreTrainedModel):
         self.model.head = None
         self.post_init()
 
+    @old_cache_name
     @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "b n"] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Float[Tensor, "b n d"] | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> BaseModelOutputWithPast:
-        cache = self._cache(past_key_values, use_cache)
+        cache = self._checked_cache(cache, use_cache)
         x, _, states = self.hidden(
             input_ids, attention_mask, inputs_embeds, output_hidden_states, output_attentions, cache
         )
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=states)
+        return BaseModelOutputWithPast(last_hidden_state=x, cache=cache, hidden_states=states)
 
 
 def _new_model(config: LinattnConfig) -> LanguageModel:

@@ -51,7 +51,7 @@ class StatefulTrainer(Trainer):
     examples, the size of the batches must be the same, too. `evaluate` reads each example without a past.
 
     Raises ValueError for attention whose state grows, such as softmax, for learned positions, which end, and with
-    gradient checkpointing or FSDP."""
+    activation checkpointing or FSDP."""
 
     rows: int | None = None
     # the states before the next batches of this process, which have `rows` examples with those of other processes
@@ -89,7 +89,7 @@ class StatefulTrainer(Trainer):
         # a call of the model itself, as mixed precision decides on the dtypes of its state
         cache = LinattnCache()
         with torch.no_grad(), evaluating(model):
-            model(input_ids=tokens[:1, :0], past_key_values=cache, use_cache=True)
+            model(input_ids=tokens[:1, :0], cache=cache, use_cache=True)
         self._empty = cache.state
         if not hasattr(self, "_states"):
             self._states = deque([repeat(self._empty, len(tokens))] * self._count_batches())
@@ -170,4 +170,4 @@ def require_continuation(model: TokenModel, purpose: str) -> None:
 def _window(inputs: dict[str, Any], cache: LinattnCache) -> dict[str, Any]:
     """Return the inputs without the last token, which is a target only."""
     read = {name: inputs[name][:, :-1] for name in ("input_ids", "attention_mask") if name in inputs}
-    return {**inputs, **read, "past_key_values": cache, "use_cache": True}
+    return {**inputs, **read, "cache": cache, "use_cache": True}

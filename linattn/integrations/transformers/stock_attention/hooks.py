@@ -127,7 +127,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     if original is None:
         raise ImportError(
             f"transformers {transformers.__version__} has no {owner.__name__}.{name}, which linattn needs: it was "
-            "written for 5.23"
+            "written for 5.24"
         )
     setattr(owner, name, wraps(original)(lambda *args, **options: wrapper(original, *args, **options)))
 

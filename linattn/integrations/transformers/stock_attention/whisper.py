@@ -10,7 +10,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from linattn.integrations.transformers.state_layer import StateLayer
 
-CACHE = "past_key_values"
+CACHE = "cache"
 
 
 def keep_states(kind: Any) -> None:

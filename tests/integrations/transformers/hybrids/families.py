@@ -55,6 +55,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5ForCausalLM", DELTA),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", {**DELTA, **EXPERTS}),
     "olmo_hybrid": ("OlmoHybridForCausalLM", DELTA),
+    "lara_mini": (
+        "LaraMiniForCausalLM",
+        {
+            **{name: value for name, value in (DELTA | EXPERTS).items() if name != "intermediate_size"},
+            "layer_types": ["linear_attention", "sliding_attention", "linear_attention"],
+            "sliding_window": 8,
+        },
+    ),
     "qwen4_exp": (
         "Qwen4ExpForCausalLM",
         {

@@ -3,7 +3,9 @@
 import copy
 import importlib
 import pickle
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +74,17 @@ def assert_same_gradients(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> 
     assert not wrong
 
 
+def test_every_model_of_transformers_with_a_scan_is_tested():
+    names = "|".join(re.escape(name.partition(".")[0]) for name in SCANS if name != CONVOLUTION)
+    folder = Path(transformers.__file__).parent / "models"
+    found = [
+        file.parent.name
+        for file in folder.glob("*/modeling_*.py")
+        if re.search(rf"^(def|class) ({names})\b", file.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert sorted(found) == sorted(FAMILIES)
+
+
 @every_family
 def test_logits_and_gradients_are_those_of_transformers(family):
     stock, ours = pair(family)
@@ -85,7 +98,7 @@ def test_logits_and_gradients_are_those_of_transformers(family):
 @every_scan
 def test_training_with_checkpointed_layers_gives_the_same_gradients(family):
     stock, ours = (model.train() for model in pair(family))
-    ours.gradient_checkpointing_enable()
+    ours.activation_checkpointing_enable()
     x = tokens(1, 20)
     expected, found = (outputs(model, x, use_cache=False) for model in (stock, ours))
     upstream = torch.randn_like(expected)
@@ -96,13 +109,12 @@ def test_training_with_checkpointed_layers_gives_the_same_gradients(family):
 @torch.no_grad()
 def test_a_cache_continues_by_many_tokens_and_by_one(family):
     stock, ours = pair(family)
-    name = "cache_params" if family in ("mamba2", "mamba", "falcon_mamba") else "past_key_values"
     caches: list[Any] = [None, None]
     for n in (20, 14, 1, 1):
         piece, found = tokens(2, n), []
         for i, model in enumerate((stock, ours)):
-            output = model(piece, **{name: caches[i]}, use_cache=True)
-            caches[i] = output[name]
+            output = model(piece, cache=caches[i], use_cache=True)
+            caches[i] = output.cache
             found.append(output.logits if hasattr(output, "logits") else output.last_hidden_state)
         assert_close(found[1], found[0], **CLOSE)
 
@@ -250,9 +262,9 @@ def test_starts_of_documents_belong_to_one_row():
 
 def test_a_cache_has_no_documents():
     _, ours = pair("qwen3_next")
-    past = ours(tokens(1, 5), use_cache=True).past_key_values
+    past = ours(tokens(1, 5), use_cache=True).cache
     with pytest.raises(ValueError, match="have no cache to continue"):
-        ours(tokens(1), past_key_values=past, position_ids=positions())
+        ours(tokens(1), cache=past, position_ids=positions())
 
 
 def test_positions_of_images_alone_do_not_tell_documents():
@@ -268,7 +280,7 @@ def test_one_document_is_a_row_like_any_other():
     x = tokens(1, 9)
     found = ours(x, cu_seq_lens_q=torch.tensor([0, 9]), use_cache=True)
     assert_close(found.logits, outputs(stock, x), **CLOSE)
-    assert found.past_key_values is not None
+    assert found.cache is not None
     with pytest.raises(ValueError, match="You must specify exactly one of input_ids or inputs_embeds"):
         ours()
 
@@ -348,7 +360,7 @@ def test_functions_with_other_arguments_are_refused_and_stay(family, monkeypatch
         monkeypatch.setattr(with_other_arguments, "__qualname__", place.name)
         monkeypatch.setattr(with_other_arguments, "__module__", place.module)
     monkeypatch.setattr(owner, name, with_other_arguments)
-    message = f"{place.name} of transformers .* is (query: .*another: .*, but linattn replaces (.*, as in 5.23"
+    message = f"{place.name} of transformers .* is (query: .*another: .*, but linattn replaces (.*, as in 5.24"
     with pytest.raises(ImportError, match=message.replace("(", r"\(")):
         speed_up(model)
     assert place.read() is with_other_arguments
@@ -356,14 +368,14 @@ def test_functions_with_other_arguments_are_refused_and_stay(family, monkeypatch
 
 
 def test_a_cache_by_another_name_is_refused(monkeypatch):
-    """As from transformers 5.24 on: it would not be found among the arguments, and states be read wrongly."""
+    """It would not be found among the arguments, and states be read wrongly."""
     model = make("qwen3_next")
     functions = {place: place.read() for layer in model.modules() for place in places_in(layer)}
 
-    def forward(input_ids: Any = None, cache: Any = None, **kwargs: Any) -> None: ...
+    def forward(input_ids: Any = None, states: Any = None, **kwargs: Any) -> None: ...
 
     monkeypatch.setattr(model.model, "forward", forward)
-    with pytest.raises(ImportError, match=r"Qwen3NextModel of transformers .* takes its cache as `cache`, but linattn"):
+    with pytest.raises(ImportError, match=r"Qwen3NextModel of transformers .* takes no argument `cache`, but linattn"):
         speed_up(model)
     assert all(place.read() is function for place, function in functions.items())
 

@@ -12,7 +12,7 @@ from .models import every_model, left_padded, make, prompts
 
 
 def filled(model, tokens, mask=None):
-    return model(tokens, attention_mask=mask, use_cache=True).past_key_values
+    return model(tokens, attention_mask=mask, use_cache=True).cache
 
 
 def size(cache: LinattnCache) -> int:
@@ -27,7 +27,7 @@ def test_pieces_make_the_whole(name, cuts):
     model, tokens = make(name), prompts(2, 12)
     cache, logits, seen = LinattnCache(), [], 0
     for piece in tokens.split(cuts, dim=1):
-        logits.append(model(piece, past_key_values=cache).logits)
+        logits.append(model(piece, cache=cache).logits)
         seen += piece.shape[1]
         assert cache.get_seq_length() == seen
         assert cache.get_mask_sizes(3, 0) == (seen + 3, 0)
@@ -41,7 +41,7 @@ def test_pieces_of_padded_rows_make_the_whole(name):
     tokens, mask = left_padded(rows)
     cache, logits = LinattnCache(), []
     for start, stop in ((0, 4), (4, 11), (11, 12)):
-        piece = model(tokens[:, start:stop], past_key_values=cache, attention_mask=mask[:, :stop])
+        piece = model(tokens[:, start:stop], cache=cache, attention_mask=mask[:, :stop])
         logits.append(piece.logits)
     for row, found in zip(rows, torch.cat(logits, 1), strict=True):
         assert_close(found[-len(row) :], model(torch.tensor([row])).logits[0])
@@ -66,7 +66,7 @@ def test_rows_can_be_chosen_and_repeated(name):
         new = following[: len(chosen)]
         whole = torch.cat([mask[chosen], torch.ones_like(new)], 1)
         expected = model(torch.cat([tokens[chosen], new], 1), attention_mask=whole).logits[:, -2:]
-        assert_close(model(new, past_key_values=cache).logits, expected)
+        assert_close(model(new, cache=cache).logits, expected)
 
 
 @every_model
@@ -75,8 +75,8 @@ def test_a_copy_goes_its_own_way(name):
     with torch.no_grad():
         cache = filled(model, tokens)
     other = copy.deepcopy(cache)
-    first = model(following, past_key_values=cache).logits
-    assert_close(model(following, past_key_values=other).logits, first, rtol=0, atol=0)
+    first = model(following, cache=cache).logits
+    assert_close(model(following, cache=other).logits, first, rtol=0, atol=0)
 
 
 @every_model
@@ -85,7 +85,7 @@ def test_an_emptied_cache_is_a_new_one(name):
     cache = filled(model, prompts(3, 5))
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert_close(model(tokens, past_key_values=cache).logits, model(tokens, use_cache=True).logits, rtol=0, atol=0)
+    assert_close(model(tokens, cache=cache).logits, model(tokens, use_cache=True).logits, rtol=0, atol=0)
 
 
 def test_what_a_state_cannot_do_is_refused():
@@ -128,13 +128,13 @@ def test_cropped_is_never_read(name, cuts, count):
     with torch.no_grad():
         for cut in cuts:
             seen += cut
-            model(tokens[:, seen - cut : seen], past_key_values=cache, attention_mask=mask[:, :seen])
+            model(tokens[:, seen - cut : seen], cache=cache, attention_mask=mask[:, :seen])
         cache.crop(-count)
         assert cache.get_seq_length() == n - count
         rest = torch.cat([tokens[:, : n - count], following], 1)
         mask = torch.cat([mask[:, : n - count], torch.ones_like(following)], 1)
         for _ in range(2):
-            found = model(following, past_key_values=cache, attention_mask=mask).logits
+            found = model(following, cache=cache, attention_mask=mask).logits
             assert_close(found, model(rest, attention_mask=mask, use_cache=False).logits[:, -4:])
             cache.crop(-4)
 
@@ -145,13 +145,13 @@ def test_tokens_after_the_end_of_recording_cannot_be_taken_back():
     cache = LinattnCache()
     cache.activate_past_recording()
     with torch.no_grad():
-        model(tokens[:, :6], past_key_values=cache)
+        model(tokens[:, :6], cache=cache)
         (layer,) = cache.layers
         layer.record_past = False
-        model(tokens[:, 6:8], past_key_values=cache)
+        model(tokens[:, 6:8], cache=cache)
         with pytest.raises(ValueError, match=r"last 1 tokens cannot be taken back .* 0 are recorded"):
             cache.crop(-1)
-        found = model(tokens[:, 8:], past_key_values=cache).logits
+        found = model(tokens[:, 8:], cache=cache).logits
         assert_close(found, model(tokens, use_cache=False).logits[:, -1:])
 
 
@@ -163,13 +163,13 @@ def test_only_the_end_of_a_long_text_is_recorded(name):
         for n in (300, 700):
             cache = LinattnCache()
             cache.activate_past_recording()
-            logits = model(tokens[:, :n], past_key_values=cache).logits
+            logits = model(tokens[:, :n], cache=cache).logits
             (history,) = cache.layers[0].histories
             sizes.append(states.num_bytes(tuple((span.before, span.inputs) for span in history.spans)))
             with pytest.raises(ValueError, match=r"256 are recorded.*keep a copy of the cache"):
                 cache.crop(-257)
             cache.crop(-256)
-            again = model(tokens[:, n - 256 : n], past_key_values=cache).logits
+            again = model(tokens[:, n - 256 : n], cache=cache).logits
             assert_close(again, logits[:, -256:])
     assert sizes[0] == sizes[1]
 
@@ -179,7 +179,7 @@ def test_a_recording_cache_stays_small():
     model, cache = make("elu"), LinattnCache()
     cache.activate_past_recording()
     for piece in prompts(1, 620).split(31, 1):
-        model(piece, past_key_values=cache)
+        model(piece, cache=cache)
         (history,) = cache.layers[0].histories
         assert len(history.spans) <= 2
         assert sum(span.inputs[0].shape[1] for span in history.spans) <= 2 * 256
@@ -189,15 +189,15 @@ def test_a_recording_cache_stays_small():
     cache.reorder_cache(torch.tensor([0, 0]))
     cache.crop(-20)
     other.crop(-20)
-    expected = model(tokens, past_key_values=other).logits.expand(2, -1, -1)
-    assert_close(model(tokens.expand(2, -1), past_key_values=cache).logits, expected)
+    expected = model(tokens, cache=other).logits.expand(2, -1, -1)
+    assert_close(model(tokens.expand(2, -1), cache=cache).logits, expected)
 
 
 @torch.no_grad()
 def test_generate_goes_on_after_the_tokens_of_a_state():
     model, tokens = make("elu"), prompts(1, 9)
     state, options = model.model.extend(tokens[:, :6])[1], {"max_new_tokens": 6, "do_sample": False}
-    found = model.generate(tokens, past_key_values=LinattnCache(state, num_tokens=6), **options)
+    found = model.generate(tokens, cache=LinattnCache(state, num_tokens=6), **options)
     assert torch.equal(found, model.generate(tokens, **options))
     with pytest.raises(ValueError, match="num_tokens must be a whole number of at least 0, but is -6"):
         LinattnCache(state, num_tokens=-6)
@@ -211,5 +211,5 @@ def test_gradients_flow_through_the_state():
     expected = {name: weight.grad for name, weight in model.named_parameters()}
     model.zero_grad()
     cache = filled(model, tokens[:, :4])
-    model(tokens[:, 4:], past_key_values=cache).logits.square().sum().backward()
+    model(tokens[:, 4:], cache=cache).logits.square().sum().backward()
     assert_close({name: weight.grad for name, weight in model.named_parameters()}, expected)

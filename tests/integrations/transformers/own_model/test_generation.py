@@ -123,20 +123,20 @@ def test_generation_goes_on_from_a_cache(name):
     options = {**GREEDY, "max_new_tokens": 5, "return_dict_in_generate": True}
     first = model.generate(tokens, attention_mask=mask, **options)
     # the last token is not in the cache yet
-    assert first.past_key_values.get_seq_length() == tokens.shape[1] + 4
+    assert first.cache.get_seq_length() == tokens.shape[1] + 4
     mask = torch.cat([mask, torch.ones(3, 5, dtype=torch.long)], 1)
     options = {**GREEDY, "max_new_tokens": 7}
-    rest = model.generate(first.sequences, attention_mask=mask, past_key_values=first.past_key_values, **options)
+    rest = model.generate(first.sequences, attention_mask=mask, cache=first.cache, **options)
     assert rest.tolist() == expected.tolist()
 
 
 def test_a_prompt_can_be_read_once_for_many_continuations():
     model, prefix = make("local+elu"), prompts(1, 20)
     with torch.no_grad():
-        cache = model(prefix).past_key_values
+        cache = model(prefix).cache
     for _ in range(3):
         tokens = torch.cat([prefix, prompts(1, 3)], 1)
-        found = model.generate(tokens, past_key_values=copy.deepcopy(cache), **GREEDY)
+        found = model.generate(tokens, cache=copy.deepcopy(cache), **GREEDY)
         assert found.tolist() == model.generate(tokens, **GREEDY).tolist()
 
 
@@ -153,7 +153,7 @@ def test_scores_and_hidden_states_come_with_the_tokens():
         tokens, **GREEDY, return_dict_in_generate=True, output_scores=True, output_hidden_states=True
     )
     assert len(output.scores) == len(output.hidden_states) == 12
-    assert isinstance(output.past_key_values, LinattnCache)
+    assert isinstance(output.cache, LinattnCache)
     assert output.hidden_states[0][-1].shape == (1, 9, 32)
     assert output.hidden_states[1][-1].shape == (1, 1, 32)
 
@@ -161,7 +161,7 @@ def test_scores_and_hidden_states_come_with_the_tokens():
 def test_text_streams(capsys):
     class Decoder:
         def decode(self, tokens, **_):
-            return " ".join(str(int(token)) for token in tokens) + "\n"
+            return " ".join(str(token) for token in torch.as_tensor(tokens).reshape(-1).tolist()) + "\n"
 
     model, tokens = make("elu"), prompts(1)
     found = model.generate(tokens, **GREEDY, streamer=TextStreamer(Decoder(), skip_prompt=True))

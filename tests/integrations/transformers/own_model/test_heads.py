@@ -40,7 +40,7 @@ def test_the_base_model_gives_what_the_logits_are_made_of(name, tmp_path):
     output = base(tokens, output_hidden_states=True)
     assert_close(model.model.logits(output.last_hidden_state), model(tokens).logits)
     assert_close(output.hidden_states[-1], output.last_hidden_state)
-    again = base(tokens[:, -1:], past_key_values=base(tokens[:, :-1], use_cache=True).past_key_values)
+    again = base(tokens[:, -1:], cache=base(tokens[:, :-1], use_cache=True).cache)
     assert_close(again.last_hidden_state, output.last_hidden_state[:, -1:])
 
 
@@ -68,7 +68,7 @@ def test_a_token_of_an_encoder_sees_those_after_it(name):
     changed[:, -1] = 0
     before, after = model(tokens).last_hidden_state, model(changed).last_hidden_state
     assert ((before - after)[:, 0].abs() > 0).any()
-    assert model(tokens).past_key_values is None
+    assert model(tokens).cache is None
 
 
 @both

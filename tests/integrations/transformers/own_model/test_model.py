@@ -3,7 +3,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from linattn.integrations.transformers import LinattnCache, LinattnConfig, LinattnForCausalLM
+from linattn.integrations.transformers import LinattnCache, LinattnConfig, LinattnForCausalLM, LinattnModel
 from linattn.models import LanguageModel
 
 from .models import SIZE, config, every_model, left_padded, make, prompts
@@ -95,9 +95,9 @@ def test_masks_that_cannot_be_honoured_are_refused():
         model(tokens, attention_mask=torch.zeros(2, 8))
     with pytest.raises(ValueError, match="but goes from 1 to 2"):
         model(tokens, attention_mask=torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2]] * 2))
-    past = model(tokens).past_key_values
+    past = model(tokens).cache
     with pytest.raises(ValueError, match=r"must be \(2, 9\) for 1 tokens after 8 in the cache, but is \(2, 1\)"):
-        model(tokens[:, :1], past_key_values=past, attention_mask=torch.ones(2, 1, dtype=torch.long))
+        model(tokens[:, :1], cache=past, attention_mask=torch.ones(2, 1, dtype=torch.long))
 
 
 @pytest.mark.parametrize("argument", ["position_ids", "token_type_ids", "head_mask", "cache_position", "inputs_embed"])
@@ -172,21 +172,32 @@ def test_a_missing_token_neither_is_learned_nor_teaches(side):
 
 def test_a_cache_is_made_when_it_is_wanted():
     model, tokens = make("elu"), prompts()
-    assert isinstance(model(tokens).past_key_values, LinattnCache)
-    assert model(tokens, use_cache=False).past_key_values is None
+    assert isinstance(model(tokens).cache, LinattnCache)
+    assert model(tokens, use_cache=False).cache is None
     model.config.use_cache = False
-    assert model(tokens).past_key_values is None
-    assert isinstance(model(tokens, use_cache=True).past_key_values, LinattnCache)
+    assert model(tokens).cache is None
+    assert isinstance(model(tokens, use_cache=True).cache, LinattnCache)
     model.config.use_cache = True
-    assert model.train()(tokens).past_key_values is None
+    assert model.train()(tokens).cache is None
+
+
+def test_a_cache_by_its_old_name_is_read_with_a_warning():
+    """As by transformers' own models until 5.40."""
+    model, base = make("elu"), LinattnModel(config("elu")).double()
+    for each, result in ((model, "logits"), (base, "last_hidden_state")):
+        tokens, past = prompts(), LinattnCache()
+        with pytest.warns(FutureWarning, match="`past_key_values` is deprecated"):
+            each(tokens[:, :4], past_key_values=past, use_cache=True)
+        found, expected = each(tokens[:, 4:], cache=past)[result], each(tokens)[result]
+        assert_close(found, expected[:, 4:])
 
 
 def test_caches_that_cannot_be_used_are_refused():
     model, tokens = make("elu"), prompts()
     with pytest.raises(ValueError, match="must be a LinattnCache, but is a DynamicCache"):
-        model(tokens, past_key_values=DynamicCache())
+        model(tokens, cache=DynamicCache())
     with pytest.raises(ValueError, match="use_cache is False"):
-        model(tokens, past_key_values=LinattnCache(), use_cache=False)
+        model(tokens, cache=LinattnCache(), use_cache=False)
 
 
 def test_the_output_may_be_a_tuple():

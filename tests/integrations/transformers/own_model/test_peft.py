@@ -19,7 +19,7 @@ def adapted(model, targets="all-linear"):
 def test_only_the_adapter_learns(name, checkpointing, tmp_path):
     model = make(name, torch.float32)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    run = trainer(adapted(model), tmp_path, max_steps=15, learning_rate=1e-2, gradient_checkpointing=checkpointing)
+    run = trainer(adapted(model), tmp_path, max_steps=15, learning_rate=1e-2, activation_checkpointing=checkpointing)
     run.train()
     assert losses(run)[-1] < 0.9 * losses(run)[0]
     after = {key.replace(".base_layer", ""): value for key, value in model.state_dict().items()}

@@ -253,7 +253,7 @@ def test_evaluation_reads_each_example_without_a_past(tmp_path):
         ("softmax", {}, "needs a state of constant size, but that of SoftmaxAttention grows with every token"),
         ("positions", {}, "needs a model without learned positions, but these end at 80"),
         ("elu", {"train_sampling_strategy": "random"}, 'must be "sequential", but is "random"'),
-        ("elu", {"gradient_checkpointing": True}, "gradient checkpointing is for training without a cache"),
+        ("elu", {"activation_checkpointing": True}, "activation checkpointing is for training without a cache"),
         ("class", {}, "StatefulTrainer trains a LinattnForCausalLM, but the model is a GPT2LMHeadModel"),
         ("multiple", {}, "rows must be a multiple of the examples per update, 4, but is 6"),
         ("rows", {}, "a batch of 2 examples cannot continue one of 4 examples"),

@@ -94,16 +94,16 @@ def gradients(model, tokens) -> dict[str, torch.Tensor]:
 
 @every_model
 @pytest.mark.parametrize("options", [{"use_reentrant": False}, {"use_reentrant": True}])
-def test_gradient_checkpointing_changes_no_gradient(name, options):
+def test_activation_checkpointing_changes_no_gradient(name, options):
     model, tokens = make(name, dropout=0.1).train(), prompts(2, 16)
     expected = gradients(model, tokens)
     calls = count_block_calls(model)
-    model.gradient_checkpointing_enable(options)
+    model.activation_checkpointing_enable(options)
     assert_close(gradients(model, tokens), expected)
     # each block once forward and once more for its gradient
     assert sorted(calls) == [0, 0, 1, 1]
     calls.clear()
-    model.gradient_checkpointing_disable()
+    model.activation_checkpointing_disable()
     assert_close(gradients(model, tokens), expected)
     assert calls == [0, 1]
 
@@ -125,20 +125,20 @@ def test_every_other_block_can_be_checkpointed():
 
 def test_checkpointing_has_no_cache():
     model, tokens = make("elu").train(), prompts()
-    model.gradient_checkpointing_enable()
-    assert model(tokens).past_key_values is None
+    model.activation_checkpointing_enable()
+    assert model(tokens).cache is None
     with pytest.raises(ValueError, match="without a cache"):
         model(tokens, use_cache=True)
     with pytest.raises(ValueError, match="without a cache"):
-        model(tokens, past_key_values=LinattnCache())
-    assert model.eval()(tokens, use_cache=True).past_key_values is not None
+        model(tokens, cache=LinattnCache())
+    assert model.eval()(tokens, use_cache=True).cache is not None
 
 
 def test_the_trainer_checkpoints(tmp_path):
     models = [make("local+elu", torch.float32) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     for model, checkpointing in zip(models, (False, True), strict=True):
-        trainer(model, tmp_path, gradient_checkpointing=checkpointing).train()
+        trainer(model, tmp_path, activation_checkpointing=checkpointing).train()
     assert_close(models[0].state_dict(), models[1].state_dict())
 
 
@@ -149,7 +149,7 @@ def test_a_trained_model_generates_with_a_cache(tmp_path):
     run.save_model(tmp_path / "model")
     loaded = type(model).from_pretrained(tmp_path / "model")
     output = loaded.generate(prompts(), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
-    assert isinstance(output.past_key_values, LinattnCache)
+    assert isinstance(output.cache, LinattnCache)
 
 
 @every_model
@@ -167,7 +167,7 @@ def test_segments_change_no_gradient(name, masked):
         model.zero_grad()
         output = model(tokens, labels=tokens, use_cache=True, **options)
         output.loss.backward()
-        later = model(tokens[:, :3], past_key_values=output.past_key_values).logits
+        later = model(tokens[:, :3], cache=output.cache).logits
         results.append([output.loss, later, *(weight.grad for weight in model.parameters())])
     # transformers computes the loss in float32
     assert_close(results[1], results[0], rtol=1e-5, atol=1e-6, check_dtype=False)
@@ -199,8 +199,8 @@ def test_what_segments_do_not_have(options, message):
     model.segment_length = 4
     with pytest.raises(ValueError, match=message):
         model(**({"input_ids": tokens, "labels": tokens} | options))
-    model.train().gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="gradient checkpointing"):
+    model.train().activation_checkpointing_enable()
+    with pytest.raises(ValueError, match="activation checkpointing"):
         model(tokens, labels=tokens)
     model.segment_length = 0
     with pytest.raises(ValueError, match="segment"):

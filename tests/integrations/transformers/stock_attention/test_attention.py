@@ -135,7 +135,7 @@ def test_an_encoder_decoder_generates_from_states(family, method):
     options["return_dict_in_generate"] = True
     # not Whisper's own generate, which cuts its cache's keys into rows
     cache = [
-        GenerationMixin.generate(model, **inputs, **{**options, "max_new_tokens": n}).past_key_values for n in (3, 6)
+        GenerationMixin.generate(model, **inputs, **{**options, "max_new_tokens": n}).cache for n in (3, 6)
     ]
     assert size(cache[0].self_attention_cache) == size(cache[1].self_attention_cache) > 0
     assert size(cache[0].cross_attention_cache) == size(cache[1].cross_attention_cache) > 0
@@ -166,7 +166,7 @@ def test_pieces_make_the_whole(family, method):
             piece = {name: inputs[name][:, seen : seen + n] for name in ("input_ids", "position_ids")}
             seen += n
             mask = inputs["attention_mask"][:, :seen]
-            found.append(model(**piece, attention_mask=mask, past_key_values=cache).logits)
+            found.append(model(**piece, attention_mask=mask, cache=cache).logits)
         assert_close(torch.cat(found, 1)[present], expected)
 
 
@@ -240,7 +240,7 @@ def test_drafts_change_no_token_of_an_encoder_decoder(family):
     if speech:
         # Whisper cuts its outputs into rows, and states stay whole
         options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
-        cache = model.generate(**inputs, **options, force_unique_generate_call=True).past_key_values
+        cache = model.generate(**inputs, **options, force_unique_generate_call=True).cache
         assert cache.get_seq_length() > 0 and isinstance(cache.self_attention_cache.layers[0], StateLayer)
         with pytest.raises(ValueError, match="that of one row, but there are 2"):
             model.generate(torch.randn(2, 8, 40).double(), **options, force_unique_generate_call=True)
@@ -264,7 +264,7 @@ def test_cropped_is_never_read(family, method):
 
     def read(start: int, stop: int, ids: torch.Tensor = inputs["input_ids"]) -> torch.Tensor:
         piece = {"input_ids": ids[:, start:stop], "position_ids": inputs["position_ids"][:, start:stop]}
-        return model(**piece, attention_mask=inputs["attention_mask"][:, :stop], past_key_values=cache).logits
+        return model(**piece, attention_mask=inputs["attention_mask"][:, :stop], cache=cache).logits
 
     others = tokens()
     read(0, 8)
@@ -283,7 +283,7 @@ def test_the_state_of_generation_does_not_grow(method):
     sizes = []
     for n in (140, 150):
         options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
-        sizes.append(size(model.generate(tokens(2, n), **options).past_key_values))
+        sizes.append(size(model.generate(tokens(2, n), **options).cache))
     assert sizes[0] == sizes[1] > 0
 
 
@@ -301,9 +301,9 @@ def test_a_window_is_kept_in_states_too():
 def test_no_cache_for_attention_that_sees_the_future():
     model = make(DECODERS["llama"])
     model.set_attn_implementation("linattn:elu")
-    cache = model(tokens(), is_causal=False).past_key_values
+    cache = model(tokens(), is_causal=False).cache
     with pytest.raises(ValueError, match="use_cache=False"):
-        model(tokens(3, 1), is_causal=False, past_key_values=cache)
+        model(tokens(3, 1), is_causal=False, cache=cache)
 
 
 def test_a_model_that_attends_twice_to_its_keys_has_no_state():
@@ -317,7 +317,7 @@ def test_a_cache_of_all_keys_gives_the_same():
     model, ids = make(DECODERS["llama"]), tokens()
     model.set_attn_implementation("linattn:elu")
     expected, cache = logits(model, input_ids=ids), DynamicCache()
-    found = [model(piece, past_key_values=cache).logits for piece in ids.split((4, 1, 6), 1)]
+    found = [model(piece, cache=cache).logits for piece in ids.split((4, 1, 6), 1)]
     assert_close(torch.cat(found, 1), expected)
 
 
@@ -325,10 +325,10 @@ def test_a_copied_cache_goes_its_own_way():
     model, ids, more = make(DECODERS["llama"]), tokens(), tokens(3, 4)
     model.set_attn_implementation("linattn:local+elu")
     with torch.no_grad():
-        cache = model(ids).past_key_values
+        cache = model(ids).cache
     other = copy.deepcopy(cache)
-    expected = model(more, past_key_values=cache).logits
-    assert_close(model(more, past_key_values=other).logits, expected)
+    expected = model(more, cache=cache).logits
+    assert_close(model(more, cache=other).logits, expected)
 
 
 def test_gradients_of_softmax_are_those_of_sdpa():
@@ -385,10 +385,10 @@ def test_models_with_attention_of_their_own_are_refused(family):
 @torch.no_grad()
 def test_softmax_does_not_continue_a_state():
     model = make(DECODERS["llama"], attn_implementation="linattn:elu")
-    past = model(tokens()).past_key_values
+    past = model(tokens()).cache
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match=r"states of linattn, which F\.scaled_dot_product_attention cannot continue"):
-        model(tokens(), past_key_values=past)
+        model(tokens(), cache=past)
 
 
 def test_models_without_attention_are_refused():
@@ -483,14 +483,14 @@ def test_overlays_of_masks_are_refused():
 
     model = make(DECODERS["llama"])
     model.set_attn_implementation("linattn:elu")
-    options = {"config": model.config, "inputs_embeds": torch.zeros(1, 6, 32), "past_key_values": None}
+    options = {"config": model.config, "inputs_embeds": torch.zeros(1, 6, 32), "cache": None}
     some = torch.tensor([[0, 1, 1, 1, 1, 1]])
     with pytest.raises(ValueError, match="overlays a mask function"):
         create_causal_mask(**options, attention_mask=None, or_mask_function=lambda b, h, q, k: q >= 0)
     images = torch.tensor([[-1, 0, 0, -1, -1, -1]])
     with pytest.raises(ValueError, match="some tokens see later ones"):
         create_causal_mask(**options, attention_mask=None, block_sequence_ids=images)
-    cached = {**options, "past_key_values": DynamicCache(config=model.config)}
+    cached = {**options, "cache": DynamicCache(config=model.config)}
     with pytest.raises(ValueError, match="must cover the 6 tokens"):
         create_causal_mask(**cached, attention_mask=some[:, 1:])
     model.config.attention_chunk_size = 4

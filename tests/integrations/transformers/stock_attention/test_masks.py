@@ -19,7 +19,7 @@ def llama():
 
 
 def options(model, n: int = 6):
-    return {"config": model.config, "inputs_embeds": torch.zeros(2, n, 32), "past_key_values": None}
+    return {"config": model.config, "inputs_embeds": torch.zeros(2, n, 32), "cache": None}
 
 
 def padding(n: int = 6):

@@ -59,7 +59,7 @@ def packed(subject: Subject) -> Tensor:
 
 def cut(subject: Subject) -> Tensor:
     ids, cache = inputs(subject)["input_ids"], DynamicCache(config=subject.model.config)
-    return torch.cat([subject.model(input_ids=x, past_key_values=cache).logits for x in ids.split((5, 1, 5), 1)], 1)
+    return torch.cat([subject.model(input_ids=x, cache=cache).logits for x in ids.split((5, 1, 5), 1)], 1)
 
 
 def generate(subject: Subject, **options: Any) -> Tensor:
