@@ -153,6 +153,20 @@ def test_a_cache_goes_on_after_the_end_of_recording(sped_up, family, count):
         cache.crop(-1)
 
 
+@pytest.mark.parametrize(("family", "name"), [("qwen3_next", "past_key_values"), ("mamba2", "cache_params")])
+@torch.no_grad()
+def test_a_cache_by_its_old_name_is_recorded(sped_up, family, name):
+    """transformers renames it, but after our hook has looked for it."""
+    model, x = sped_up(family), tokens(9)
+    cache, fresh = (DynamicCache(config=model.config) for _ in range(2))
+    cache.activate_past_recording()
+    with pytest.warns(FutureWarning, match=f"`{name}` is deprecated"):
+        model.base_model(x, **{name: cache}, use_cache=True)
+    cache.crop(-3)
+    expected = read(model, fresh, x[:, :6], x[:, :2])[:, 6:]
+    assert_close(read(model, cache, x[:, :2]), expected, rtol=0, atol=2e-5)
+
+
 def test_a_copy_takes_drafts_but_a_model_of_states_alone_gives_none(sped_up):
     """Its cache does not know how many tokens it has read, as an assistant's must."""
     model, x = sped_up("mamba2"), tokens(6).repeat(1, 3)
