@@ -10,6 +10,9 @@ from linattn.models.token_model import TokenModel
 Decoder = Callable[[int | None], str]
 """Takes each next token of a text and returns the piece of text that it completes; for None, it returns the rest."""
 
+_LAST = 7
+"""A number of tokens that is larger than that of the bytes of a character."""
+
 
 def is_text(prompts: object) -> bool:
     """Return whether the prompts are a string or a list of strings."""
@@ -59,21 +62,28 @@ def text_decoder(tokenizer: Any, *, skip_special_tokens: bool) -> Decoder:
     of the right bytes before them, whose piece is complete."""
     tokens, count, context = list[int](), 0, ""
 
-    def decoded() -> str:
+    def decoded(tokens: list[int]) -> str:
         return tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    def is_open(text: str) -> bool:
+        # "�" may be half a character
+        return not text or text.endswith("�")
 
     def decode(token: int | None) -> str:
         nonlocal tokens, count, context
         if token is None and len(tokens) == count:
             return ""
         tokens += [] if token is None else [token]
-        text = decoded()
-        # "�" may be half a character
-        if token is not None and (len(text) <= len(context) or text.endswith("�")):
+        # the last tokens suffice to see it, and a long run of wrong bytes is not read again with each token
+        if token is not None and len(tokens) - count > _LAST and is_open(decoded(tokens[-_LAST:])):
             return ""
+        text = decoded(tokens)
+        if token is not None and is_open(text[len(context) :]):
+            return ""
+        piece = text[len(context) :]
         # a token's text depends on those before it: the `count` tokens of each piece are the context of the next one
-        piece, tokens = text[len(context) :], tokens[count:]
-        count, context = len(tokens), decoded()
+        tokens = tokens[count:] if piece else tokens
+        count, context = len(tokens), decoded(tokens)
         return piece
 
     return decode

@@ -36,6 +36,34 @@ def test_bytes_that_are_no_text_end_no_text(tokenizer, wrong, end):
     assert text.startswith(" a\n�") and text.endswith(tokenizer.decode(end))
 
 
+@pytest.mark.parametrize("run", ["�", "<s>"])
+def test_long_runs_without_a_character_take_linear_time(tokenizer, run):
+    """A decoder holds back wrong bytes and tokens without text, but does not read all of them again with each one."""
+    own = Tokenizer.from_str(tokenizer.to_str())
+    own.add_special_tokens(["<s>"])
+    lengths = []
+
+    class Measured:
+        def decode(self, tokens, *, skip_special_tokens):
+            lengths.append(len(tokens))
+            return own.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    tokens = [257, *([0xFF if run == "�" else own.token_to_id(run)] * 500), 256, 257]
+    decode = text_decoder(Measured(), skip_special_tokens=True)
+    text = "".join(map(decode, [*tokens, None]))
+    assert text == own.decode(tokens) == f"b{run.replace('<s>', '') * 500} ab"
+    assert sum(lengths) < 20 * len(tokens)
+
+
+def test_special_tokens_at_the_end_of_a_prompt_take_no_context(tokenizer):
+    """The first token of a text may have no space, so its decoder forgets no text before special tokens."""
+    own = Tokenizer.from_str(tokenizer.to_str())
+    own.decoder = decoders.Metaspace()
+    special = own.add_special_tokens(["<s>"]) and own.token_to_id("<s>")
+    pieces = list(map(text_decoder(own, skip_special_tokens=True), [256, special, None, 256, None]))
+    assert pieces == ["a", "", "", " a", ""]
+
+
 def test_a_text_goes_on_with_the_space_that_its_prompt_ends_before(tmp_path):
     """Llama's tokenizers write no space before the first word of a text, and a new word is none."""
     vocabulary = {"<unk>": 0, "▁the": 1, "▁cat": 2}
