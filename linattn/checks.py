@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -106,8 +107,8 @@ def extra(name: str) -> Iterator[None]:
 
 def check_types(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function, or a constructor, raise ValueError for an argument that is not of the type that its annotation
-    names: bool, int, float (NaN is none), str, None, a function, and unions and tuples of them, with their lengths.
-    Compiled graphs skip the check."""
+    names: bool, int, float (NaN is none), str, None, a path, a function, unions and dicts of them, and tuples of them,
+    with their lengths. Compiled graphs skip the check."""
     annotations = {name: each.annotation for name, each in inspect.signature(function).parameters.items()}
     names = tuple(annotations)
 
@@ -134,6 +135,7 @@ def check_type(name: str, value: object, annotation: Any) -> None:
 
 
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", NoneType: "None"}
+_KINDS: dict[Any, str] = {Callable: "a function", os.PathLike: "a path"}
 
 
 def _fits(value: object, annotation: Any) -> bool:
@@ -147,6 +149,10 @@ def _fits(value: object, annotation: Any) -> bool:
         return any(_fits(value, each) for each in get_args(annotation))
     if get_origin(annotation) is Callable:
         return callable(value)
+    if get_origin(annotation) is os.PathLike:
+        return isinstance(value, os.PathLike)
+    if get_origin(annotation) is dict:
+        return isinstance(value, dict) and all(all(map(_fits, item, get_args(annotation))) for item in value.items())
     if not _is_series(annotation):
         return True
     if not isinstance(value, Sequence) or isinstance(value, str) or _length(annotation) not in (None, len(value)):
@@ -171,4 +177,7 @@ def _described(annotation: Any) -> str:
         length = _length(annotation)
         kind = "a tuple" if length is None else f"a tuple of {length}"
         return f"{kind}, with each entry {_described(get_args(annotation)[0])}"
-    return "a function" if get_origin(annotation) is Callable else _NAMES[annotation]
+    if get_origin(annotation) is dict:
+        key, value = map(_described, get_args(annotation))
+        return f"a dict, with each key {key} and each value {value}"
+    return _KINDS.get(get_origin(annotation)) or _NAMES[annotation]

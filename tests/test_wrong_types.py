@@ -4,6 +4,7 @@ for all its numbers, strings, booleans and functions, as the annotations say whi
 import importlib
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import NoneType, UnionType
@@ -36,6 +37,7 @@ RECORDS |= {"Compressed", "GateNeeds", "NewToken", "Prefix", "StateFile", "State
 RECORDS |= {"LinformerContextSettings", "LinformerSettings"}
 
 WRONG = {int: (1.5, "1", True), float: ("1", True, math.nan), bool: ("no", 2), str: (3, []), NoneType: ()}
+WRONG |= {os.PathLike[str]: (3, b"text"), dict[str, str]: ("text", ["text"], {"text": 1}, {1: "text"})}
 RIGHT = {int: 4, float: 0.5, bool: False, str: "elu"}
 
 

@@ -92,6 +92,7 @@ def _empty(name: str) -> Linearized:
     return kind.__new__(kind)
 
 
+@check_types
 def load_linearized(folder: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     """Load a linearized model with the class that saved it; the options are those of `from_pretrained`.
 

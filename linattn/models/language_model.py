@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.checks import check_instances
+from linattn.checks import check_instances, check_types
 from linattn.models.config import LanguageModelConfig
 from linattn.models.storage import TOKENIZER, read_config, read_tensors, write_model
 from linattn.models.token_model import TokenModel, TokenModelState
@@ -76,11 +76,13 @@ class LanguageModel(TokenModel):
                 # its keys may begin as copies of its queries
                 module.reset_parameters()
 
+    @check_types
     def save(self, folder: str | PathLike[str]) -> None:
         """Write config.json, model.safetensors and a loader for transformers into the folder, no file half-written."""
         write_model(folder, self.config, self.state_dict())
 
     @staticmethod
+    @check_types
     def load(folder: str | PathLike[str]) -> "LanguageModel":
         """Load what `save`, or our transformers class, wrote: on the CPU, in evaluation mode, in its own dtypes. With a
         tokenizer.json in the folder, `generate` takes text."""

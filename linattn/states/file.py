@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from linattn.checks import check_sizes, check_types, given, plain_number
+from linattn.checks import check_instances, check_sizes, check_types, given, plain_number
 from linattn.files import atomic_file, safetensors_library, write_tensors
 from linattn.models.storage import check_version
 from linattn.ops.nested import map_state
@@ -55,8 +55,7 @@ def save_state(
     state (and for a module that is no language model, any of its class with its weights). It is None for the state of
     an operator. `num_tokens` is the number of tokens that were read; `notes` are any strings by name."""
     check_sizes(least=0, **given(num_tokens=num_tokens))
-    if wrong := [note for note in (notes or {}).items() if not all(isinstance(part, str) for part in note)]:
-        raise ValueError(f"notes must be strings by name, but {wrong[0][0]!r} is {wrong[0][1]!r}")
+    check_instances(nn.Module, **given(model=model))
     tensors: dict[str, Tensor] = {}
     tree, config = _described(held_state(state), "state", tensors), options_of(model)
     kind, weights = (None, None) if model is None else (type(model).__name__, fingerprint(model))
@@ -67,6 +66,7 @@ def save_state(
         write_tensors(tensors, partial, {_DESCRIPTION: text})
 
 
+@check_types
 def load_state(path: str | os.PathLike[str], *, model: nn.Module | None) -> Any:
     """Return the state in the file `path`, on the device of `model`. Pass the model with which the state was saved: one
     of the same class and weights, a language model of the same configuration, or None for a state that was saved
@@ -83,6 +83,7 @@ def load_state(path: str | os.PathLike[str], *, model: nn.Module | None) -> Any:
     return hold(map_state(lambda x: x.to(device), _built(described["tree"], tensors, "state")), model)
 
 
+@check_types
 def describe_state(path: str | os.PathLike[str]) -> StateFile:
     """Return the description of the state in the file `path`, without reading the state."""
     described, _ = _read(Path(path), with_tensors=False)
@@ -93,6 +94,7 @@ def fingerprint(model: nn.Module) -> str:
     """Return the SHA-256 of the weights and buffers of `model` with their names, shapes and dtypes. Two models of the
     same options and fingerprint read a text into the same state. Raises ValueError for weights that several processes
     share."""
+    check_instances(nn.Module, model=model)
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         if isinstance(tensor, Tensor):

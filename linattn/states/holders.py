@@ -3,6 +3,7 @@ knows such a class registers it here."""
 
 from collections.abc import Callable
 from functools import singledispatch
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,10 @@ from linattn.ops import nested
 
 @singledispatch
 def held_state(holder: Any) -> Any:
-    """Return the state that an object holds, if its class is registered here; otherwise return the object itself."""
+    """Return the state that an object holds, if its class is registered here, and a state itself. Raise ValueError for
+    anything else: a list of states is none."""
+    if not isinstance(holder, Tensor | tuple | NoneType):
+        raise ValueError(f"a state is a tensor or nested tuples of tensors, but this is a {type(holder).__name__}")
     return holder
 
 

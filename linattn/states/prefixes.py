@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from linattn.checks import check_sizes
+from linattn.checks import check_instances, check_sizes, check_types
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import batch_size, checked_kind
@@ -44,6 +44,7 @@ class PrefixCache:
 
     A change of the model's weights makes the states wrong: `clear` drops them."""
 
+    @check_types
     def __init__(
         self,
         model: TokenModel,
@@ -121,6 +122,9 @@ class PrefixCache:
         Raises ValueError for a number of tokens below 1 or above n, and for a state of several rows. If a file cannot
         be written, such as to a full disk, a warning says so, and the states are in memory alone."""
         row = self._row(tokens)
+        check_instances(Mapping, new=new)
+        if whole_numbers(list(new)) is None:
+            raise ValueError(f"new must have a state per number of tokens, but its keys are {list(new)!r:.60}")
         if wrong := [length for length in new if not 0 < length <= len(row)]:
             raise ValueError(
                 f"states must be after 1 to {len(row)} tokens, as many as there are, but one is of {wrong[0]}"
@@ -165,6 +169,7 @@ class PrefixCache:
     def _keys(self, row: Int[Tensor, " n"], lengths: set[int], state: TokenModelState | None) -> list[Key]:
         """Return the keys of the beginnings of these lengths after `state`, in ascending order: the length, and the
         SHA-256 of the state and the tokens."""
+        state = None if state is None else checked_kind(state, TokenModelState)
         if state is not self._past[0]:
             # the same state often comes again, and its digest takes longer than that of the tokens
             self._past = state, "" if state is None else digest_state(state)

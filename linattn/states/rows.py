@@ -10,7 +10,7 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor
 
 from linattn.attention.base import KeysAndValues
-from linattn.checks import check_sizes
+from linattn.checks import check_instances, check_sizes
 from linattn.ops import nested
 from linattn.states.compression import Compressed, restore
 from linattn.states.holders import held_state, hold, map_state
@@ -84,6 +84,7 @@ def concatenate(states: Sequence[State]) -> State:
 
     Softmax attention keeps every key, so rows may have different numbers of them: the shorter ones are filled up by
     keys that a mask hides. Raises ValueError for states of different layers."""
+    check_instances(Sequence, states=states)
     if not states:
         raise ValueError("there is no state to concatenate")
     for state in states:

@@ -69,12 +69,21 @@ def test_numbers_of_other_packages_are_numbers(tmp_path):
     assert states.describe_state(path).num_tokens == 3
 
 
-@pytest.mark.parametrize("wrong", [{"num_tokens": -5}, {"notes": {"a": 1}}, {"notes": {1: "a"}}], ids=str)
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "wrong", [{"num_tokens": -5}, {"notes": {"a": 1}}, {"notes": ["a"]}, {"model": "gpt2"}], ids=str
+)
 def test_wrong_descriptions_are_refused(wrong, tmp_path):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"{name} must be"):
-        states.save_state(operator_state(), tmp_path / "text.state", model=None, **wrong)
+        states.save_state(operator_state(), tmp_path / "text.state", **{"model": None} | wrong)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_has_no_weights_has_no_fingerprint():
+    with pytest.raises(ValueError, match="model must be a Module, but is None"):
+        states.fingerprint(None)
 
 
 def operator_state():

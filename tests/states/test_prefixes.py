@@ -124,6 +124,11 @@ def test_states_that_were_made_elsewhere():
     for wrong, message in ((made[8].stack, "must be a TokenModelState"), (repeat(made[8], 2), r"one row, but .* of 2")):
         with pytest.raises(ValueError, match=message):
             cache.put(tokens, {9: wrong})
+    for wrong, message in (([made[8]], "new must be a Mapping"), ({"8": made[8]}, r"its keys are \['8'\]")):
+        with pytest.raises(ValueError, match=message):
+            cache.put(tokens, wrong)
+    with pytest.raises(ValueError, match="must be a TokenModelState"):
+        cache.put(tokens, {8: made[8]}, made[8].stack)
     assert len(cache) == 3
 
 
