@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from linattn.checks import check_sizes, check_types
+from linattn.checks import check_instances, check_sizes, check_types, given
 from linattn.generation.decoding import Sampler
 from linattn.generation.requests import Request
 from linattn.generation.rows import Row, RowGroup
@@ -58,8 +58,7 @@ class ContinuousBatch:
     def __init__(self, model: TokenModel, *, size: int = 16, cache: PrefixCache | None = None):
         require_causal(model, "generation")
         check_sizes(size=size)
-        if cache is not None and not isinstance(cache, PrefixCache):
-            raise ValueError(f"cache must be a PrefixCache, but is a {type(cache).__name__}")
+        check_instances(PrefixCache, **given(cache=cache))
         if cache is not None and cache.model is not model:
             raise ValueError("the cache must hold states of the same model, but it is of another one")
         self.model, self.size, self.cache = model, size, cache
@@ -225,6 +224,7 @@ def generate_each(
 
     `model`, `size` and `cache` are those of a `ContinuousBatch`. A request is taken from the iterable when a row is
     free for it."""
+    check_instances(Iterable, requests=requests)
     batch = ContinuousBatch(model, size=size, cache=cache)
     return _each(batch, iter(requests))
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linattn.checks import check_sizes
+from linattn.checks import check_sizes, plain_number
 from linattn.generation.drafts import Draft, DraftedBatch
 from linattn.generation.sampling import GREEDY, Logits, Sampling, Seen, draw, most_likely
 from linattn.models.token_model import TokenModel, TokenModelState
@@ -64,6 +64,7 @@ class Sampler(NamedTuple):
             raise ValueError("compile is for one token at a time, but a draft makes calls of many lengths: give one")
         if compiled:
             require_constant_state(model, "compile")
+        max_new_tokens, seed = plain_number(max_new_tokens), plain_number(seed)
         return cls(model, rows, max_new_tokens, sampling, frozenset(stops), seed, draft, complete, compiled)
 
     def check_positions(self, state: TokenModelState | None) -> None:
@@ -188,13 +189,13 @@ def _checked_tokens(prompts: Any, stop_tokens: Any, vocab_size: int) -> tuple[li
     """Return the rows of the prompts, and the stop tokens, as Python's numbers."""
     try:
         given = prompts.tolist() if isinstance(prompts, Tensor) else prompts
-        rows = [[operator.index(token) for token in prompt] for prompt in given]
+        rows = [[_whole_number(token) for token in prompt] for prompt in given]
     except TypeError as error:
         raise ValueError(
             f"prompts must be tokens, [1, 2], or rows of them, [[1, 2], [3]], but are {prompts!s:.60}"
         ) from error
     try:
-        stops = [operator.index(token) for token in stop_tokens]
+        stops = [_whole_number(token) for token in stop_tokens]
     except TypeError as error:
         raise ValueError(f"stop_tokens must be tokens, (2,) for a single one, but are {stop_tokens!r:.60}") from error
     if not rows or not all(rows):
@@ -203,6 +204,12 @@ def _checked_tokens(prompts: Any, stop_tokens: Any, vocab_size: int) -> tuple[li
         if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
             raise ValueError(f"tokens must be in [0, {vocab_size}), but {name} has {wrong[0]}")
     return rows, stops
+
+
+def _whole_number(token: Any) -> int:
+    if isinstance(token, bool):
+        raise TypeError("true and false are no tokens, but a mask")
+    return operator.index(token)
 
 
 def _prefill(model: TokenModel, rows: list[list[int]], state: Any) -> tuple[Logits, Any, Seen]:

@@ -84,8 +84,9 @@ def _drawable(logits: Logits, sampling: Sampling) -> Logits:
     """Return the logits that the filter leaves. Raise ValueError if there is no token to draw."""
     if sampling.filter is not None:
         shape, logits = logits.shape, sampling.filter(logits)
-        if not isinstance(logits, Tensor) or logits.shape != shape:
-            came = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        is_tensor = isinstance(logits, Tensor)
+        if not is_tensor or logits.shape != shape or not logits.is_floating_point():
+            came = f"{tuple(logits.shape)} of {logits.dtype}" if is_tensor else f"a {type(logits).__name__}"
             raise ValueError(f"the filter must return logits {tuple(shape)}, as it gets them, but returned {came}")
     if not logits.amax(-1).isfinite().all():
         origin = "model" if sampling.filter is None else "model, or the filter,"

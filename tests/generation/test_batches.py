@@ -365,6 +365,7 @@ def test_what_is_no_request_does_not_end_the_others():
         (lambda m: m.add(Request([1], max_new_tokens=0)), "max_new_tokens must be a whole number of at least 1"),
         (lambda m: m.add(Request([1], max_new_tokens=1, seed=2**64)), "seed must be"),
         (lambda m: m.add(Request([1], max_new_tokens=1, sampling=3)), "sampling must be a Sampling, but is a int"),
+        (lambda m: generate_each(m.model, Request([1], max_new_tokens=1)), "requests must be an Iterable"),
         (lambda m: m.add([1, 2]), "must be a Request, but is a list"),
         (lambda m: m.add(Request([1], max_new_tokens=1, state=(1,))), "TokenModelState"),
         (lambda m: m.add(Request([1], max_new_tokens=1, state=m.model.extend(some_tokens(2, 3))[1])), "2 sequences"),
@@ -381,7 +382,7 @@ def test_what_is_no_request_does_not_end_the_others():
         ),
         (lambda m: ContinuousBatch(m.model, size=0), "size"),
         (lambda m: ContinuousBatch(m.model, cache=PrefixCache(small_model(ELU))), "of another one"),
-        (lambda m: ContinuousBatch(m.model, cache={}), "cache must be a PrefixCache, but is a dict"),
+        (lambda m: ContinuousBatch(m.model, cache={}), "cache must be a PrefixCache, but is {}"),
         (lambda m: ContinuousBatch(small_model(ELU, causal=False)).add(Request([1], max_new_tokens=1)), "causal"),
     ],
 )

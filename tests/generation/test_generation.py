@@ -1,3 +1,4 @@
+import numpy
 import pytest
 import torch
 from torch.testing import assert_close
@@ -125,6 +126,12 @@ def test_a_seed_makes_draws_repeatable_and_touches_no_other_randomness():
     assert generate(model, PROMPTS, **options) == first
 
 
+def test_numbers_of_numpy_are_numbers():
+    model, options = small_model(elu), {"sampling": Sampling(temperature=1.0)}
+    expected = generate(model, [1, 2], max_new_tokens=3, seed=5, **options)
+    assert generate(model, [1, 2], max_new_tokens=numpy.int64(3), seed=numpy.int64(5), **options) == expected
+
+
 def test_dropout_is_off_but_training_goes_on():
     model = small_model(elu, dropout=0.5)
     expected = generate(model, PROMPTS, max_new_tokens=6)
@@ -149,6 +156,9 @@ def test_no_gradients_are_recorded_nor_switched_off_outside():
         ({"prompts": [[1], []]}, "each prompt needs at least one token"),
         ({"prompts": [[1, 13]]}, r"tokens must be in \[0, 13\), but a prompt has 13"),
         ({"prompts": [[-1]]}, r"tokens must be in \[0, 13\), but a prompt has -1"),
+        ({"prompts": [[True]]}, r"prompts must be tokens, .*, but are \[\[True\]\]"),
+        ({"prompts": torch.ones(1, 3).bool()}, r"prompts must be tokens, .*, but are tensor\(\[\[True"),
+        ({"stop_tokens": [True]}, r"stop_tokens must be tokens, .*, but are \[True\]"),
         ({"stop_tokens": [13]}, r"tokens must be in \[0, 13\), but stop_tokens has 13"),
         ({"max_new_tokens": -1}, "max_new_tokens must be a whole number of at least 0"),
     ],
@@ -263,6 +273,17 @@ def test_a_filter_that_leaves_nothing_is_refused(temperature, value):
     sampling = Sampling(temperature=temperature, filter=lambda logits: torch.full_like(logits, value))
     with pytest.raises(ValueError, match="the logits of the model, or the filter, hold NaN"):
         generate(small_model(elu), [[1, 2]], max_new_tokens=1, sampling=sampling)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("wrong", "came"),
+    [(lambda x: x.long(), r"\(1, 13\) of torch.int64"), (lambda x: x[0], r"\(13,\)"), (lambda x: None, "a NoneType")],
+)
+def test_a_filter_that_returns_no_logits_is_refused(temperature, wrong, came):
+    sampling = Sampling(temperature=temperature, filter=wrong)
+    with pytest.raises(ValueError, match=rf"the filter must return logits \(1, 13\), .*, but returned {came}"):
+        generate(small_model(elu), [1, 2], max_new_tokens=1, sampling=sampling)
 
 
 def test_the_penalty_concerns_what_was_seen():
