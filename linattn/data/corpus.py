@@ -1,5 +1,7 @@
 """The data of a run or a conversion: a folder with the tokens for training and for validation."""
 
+import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ class Choice:
 def write_data(choice: Choice, encoder: Encoder, folder: Path, *, context: int) -> Parts:
     """Write the tokens of the data into the folder. Raise CommandError unless both parts have `context` tokens."""
     sources = [choice.sources(paths) for paths in (choice.paths, choice.validation_paths) if paths]
+    _check_distinct([name for each in sources for name in each.names])
     if choice.field != Choice.field and not any(each.rows for each in sources):
         raise CommandError(
             f"--field {choice.field} is for rows, in files of .jsonl, .jsonl.gz or .parquet or in data sets, but the "
@@ -47,6 +50,16 @@ def write_data(choice: Choice, encoder: Encoder, folder: Path, *, context: int) 
     data: Parts = {"training": training, "validation": validation}
     check_lengths(data, context)
     return data
+
+
+def _check_distinct(names: Sequence[str]) -> None:
+    """Raise CommandError for files or data sets that are there twice: what is trained on validates nothing."""
+    counts = Counter(map(os.path.abspath, names))
+    if twice := next((name for name in names if counts[os.path.abspath(name)] > 1), None):
+        raise CommandError(
+            f"{twice} is twice in the data for training and validation: name it once, or leave it out of a folder by "
+            "--exclude"
+        )
 
 
 def check_lengths(parts: Parts, context: int) -> None:

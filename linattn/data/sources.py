@@ -44,6 +44,10 @@ class Sources(NamedTuple):
     texts: list[Path]
     rows: list[Rows]
 
+    @property
+    def names(self) -> list[str]:
+        return [*map(str, self.texts), *(each.name for each in self.rows)]
+
 
 def find_sources(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Sources:
     """Find the files and data sets at the paths; `include` and `exclude` are as in `find_files`. Text beside rows is

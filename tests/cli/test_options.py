@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -189,7 +190,7 @@ def test_softmax_alone_begins_as_induction_heads():
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_options_of_the_training_change_what_is_learned(plain, text, tokenizer, tmp_path, name):
-    files = {"TOKENIZER": str(tokenizer), "TEXT": str(text / "b.txt")}
+    files = {"TOKENIZER": str(tokenizer), "TEXT": str(shutil.copy(text / "b.txt", tmp_path))}
     run = tmp_path / "run"
     weights = train(text, run, flag(name), *(files.get(value, value) for value in TRAINING[name]))
     assert weights != (plain / "model.safetensors").read_bytes()
@@ -224,10 +225,11 @@ def test_a_run_of_a_preset(text, tmp_path):
 
 
 def test_data_for_validation_are_all_validation(text, tmp_path):
-    train(text, tmp_path / "run", "--validation-data", str(text / "b.txt"))
+    train(text, tmp_path / "run", "--validation-data", str(text / "b.txt"), "--exclude", "b.txt")
     data = open_run(tmp_path / "run").description["data"]
     assert data["validation"]["bytes"] == (text / "b.txt").stat().st_size
-    assert data["training"]["bytes"] == sum(file.stat().st_size for file in text.iterdir())
+    others = [file for file in text.iterdir() if file.name != "b.txt"]
+    assert data["training"]["bytes"] == sum(file.stat().st_size for file in others)
 
 
 def test_the_untied_output_has_a_matrix_of_its_own(text, tmp_path):

@@ -121,6 +121,19 @@ def test_a_field_of_text_is_refused(tmp_path):
         assert set(write_data(choice, Bytes(), folder, context=8)) == {"training", "validation"}
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_data_that_are_named_twice_are_refused(kind, tmp_path, monkeypatch):
+    """They would be trained on twice, and validate what was trained on."""
+    monkeypatch.chdir(tmp_path)
+    data = write(Path(), kind, TEXTS)
+    folder = ["."] if kind in ("lines.jsonl", "table.parquet") else [data]
+    for paths, others in (([data, data], []), ([*folder, data], []), (folder, [data])):
+        choice = Choice(paths=paths, validation_paths=others)
+        with pytest.raises(CommandError, match=rf"{kind.removeprefix('hub')}.* is twice in the data .*--exclude"):
+            write_data(choice, Bytes(), tmp_path / "none", context=8)
+    assert not (tmp_path / "none").exists()
+
+
 def test_wrong_rows_are_told_by_number(tmp_path):
     def error(content: bytes) -> str:
         (tmp_path / "a.jsonl").write_bytes(b'{"text": "right"}\n\n' + content)
