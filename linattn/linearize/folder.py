@@ -12,11 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from linattn.checks import check_types
-from linattn.files import set_default_mode
 from linattn.integrations.transformers.own_model.config import NotCopied
 from linattn.linearize.attention import LayerSpec, LinearizedAttention, attach, linearized_layers, own_attention
 from linattn.linearize.calls import SOFTMAX
-from linattn.models.storage import check_version
+from linattn.models.storage import check_version, finish_weights
 from linattn.version import __version__
 
 FIELD = "linear_attention"
@@ -59,8 +58,7 @@ class Linearized(NotCopied, PreTrainedModel):
         """Write the folder, with the file from which transformers gets the class."""
         super().save_pretrained(save_directory, *args, **options)
         self._write_loader(Path(save_directory))
-        for file in Path(save_directory).glob("*.safetensors"):
-            set_default_mode(file)
+        finish_weights(Path(save_directory))
 
     def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
         # save_pretrained uploads what is newer than its call, before it returns

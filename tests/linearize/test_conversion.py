@@ -257,6 +257,15 @@ def test_a_loaded_model_is_the_saved_one(family, method, tmp_path):
         assert_close(logits(loaded.eval(), input_ids=ids), expected)
 
 
+def test_weights_of_an_earlier_save_are_not_loaded(tmp_path):
+    model = converted(DECODERS["llama"], "hedgehog")
+    for size in ("50GB", "1KB"):
+        torch.nn.init.normal_(model.get_input_embeddings().weight)
+        model.save_pretrained(tmp_path, max_shard_size=size)
+    loaded = load_linearized(tmp_path, dtype=torch.float64)
+    assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["new", "saved before"])
 def test_an_uploaded_folder_can_be_loaded(again, tmp_path, monkeypatch):
     model, ids = converted(DECODERS["llama"], "hedgehog"), tokens()

@@ -16,11 +16,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from linattn.files import set_default_mode
 from linattn.integrations.transformers.own_model.cache import LinattnCache, old_cache_name
 from linattn.integrations.transformers.own_model.config import LinattnConfig, NotCopied
 from linattn.models import LanguageModel, TokenModelState
 from linattn.models.language_model import INIT_STD
+from linattn.models.storage import finish_weights
 from linattn.nn.branch import Call
 from linattn.nn.checks import check_indices, check_tokens
 from linattn.nn.residual import Extension
@@ -49,8 +49,7 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
         """Write the folder. Weights get the permissions of any new file, where safetensors lets only the owner read."""
         super().save_pretrained(save_directory, *args, **options)
-        for file in Path(save_directory).glob("*.safetensors"):
-            set_default_mode(file)
+        finish_weights(Path(save_directory))
 
     def hidden(
         self,

@@ -97,6 +97,18 @@ def test_weights_of_another_shape_are_refused(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("sizes", [("50GB", "1KB"), ("1KB", "50GB"), ("1KB", "2KB")])
+def test_weights_of_an_earlier_save_are_not_loaded(sizes, tmp_path):
+    """transformers leaves the single file beside several new ones, and loads it."""
+    for size in sizes:
+        model = make("elu", torch.float32)
+        torch.nn.init.normal_(model.model.embedding.weight)
+        model.save_pretrained(tmp_path, max_shard_size=size)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert (tmp_path / "model.safetensors").exists() == (sizes[-1] == "50GB")
+
+
 def test_the_vocabulary_that_grew_is_saved(tmp_path):
     model = make("elu", torch.float32)
     model.resize_token_embeddings(37)
