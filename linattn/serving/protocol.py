@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from linattn.generation import Request, Sampling
-from linattn.generation.texts import TextStream
+from linattn.generation.texts import TextStream, is_text
 from linattn.models.token_model import TokenModel, TokenModelState
 
 # as in OpenAI's interface, the most tokens of a completion whose request names no number
@@ -201,6 +201,8 @@ class Interface(NamedTuple):
         sampling = Sampling(temperature=temperature, top_p=None if temperature == 0 or top_p == 1 else top_p)
         stops = [stop] if isinstance(stop := body.get("stop", []), str) else stop
         prompts, each, choices = self._prompts(body), body.get("n", 1), list[Choice]()
+        # a prompt of tokens may end within a character, which the new ones complete
+        end = (None,) if is_text(body.get("prompt", "")) else ()
         if (total := len(prompts) * each) > limit:
             raise ApiError(400, f"one request has at most {limit} choices, but there are {total}")
         for tokens in prompts:
@@ -210,7 +212,7 @@ class Interface(NamedTuple):
                 seed = body["seed"] + i if "seed" in body else None
                 options = {"sampling": sampling, "stop_tokens": self.vocabulary.stop_tokens, "seed": seed}
                 request = Request(tokens, max_new_tokens=count, state=self.state, **options)
-                text = TextStream(self.vocabulary.decoder(), tokens, stops=stops)
+                text = TextStream(self.vocabulary.decoder(), (*tokens, *end), stops=stops)
                 choices.append(Choice(len(choices), request, text))
         return Call(body, choices, each)
 

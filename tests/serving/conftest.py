@@ -78,8 +78,15 @@ def running(model, vocabulary=None, **options):
 
 def tiny_model(**options):
     torch.manual_seed(0)
-    options = {"dim": 16, "depth": 1, "num_heads": 2, "attention": "local+elu", "window": 8} | options
-    model = LanguageModel(LanguageModelConfig(vocab_size=257, **options)).eval()
+    options = {
+        "vocab_size": 257,
+        "dim": 16,
+        "depth": 1,
+        "num_heads": 2,
+        "attention": "local+elu",
+        "window": 8,
+    } | options
+    model = LanguageModel(LanguageModelConfig(**options)).eval()
     with torch.no_grad():
         # random weights as they are give nearly the same byte again and again
         model.embedding.weight.normal_()

@@ -14,7 +14,9 @@ import pytest
 import torch
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from tokenizers import Tokenizer, decoders, models
 
+from linattn.cli import vocabulary
 from linattn.generation import Request, Sampling, generate
 from linattn.generation.texts import TextStream
 from linattn.serving import protocol
@@ -90,6 +92,39 @@ def test_several_prompts_and_choices_are_those_of_single_ones(server, model):
         assert texts == [choice.text for choice in both.choices] and last.usage == both.usage
         ends = [part.choices[0].index for part in parts if part.choices[0].finish_reason]
         assert sorted(ends) == list(range(2 * len(prompts)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A tokenizer with a token per byte, and a word: characters that are not in it are bytes, as in Llama 2's."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"b": 256, "<unk>": 257}
+    backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    backend.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize(("prompt", "token", "text"), [("b�", 256, "bbb"), ("b", 0xC3, "���")])
+def test_texts_with_a_tokenizer_begin_and_end_where_their_tokens_do(tokenizer, prompt, token, text):
+    """The end of a prompt of text that looks like half a character comes with no answer; that of an answer does."""
+    model, chosen = tiny_model(vocab_size=259), torch.nn.functional.one_hot(torch.tensor(token), 259).float()
+    model.logits = lambda x: chosen.expand(*x.shape[:-1], -1)
+    model.tokenizer_file = tokenizer
+    assert generate(model, prompt, max_new_tokens=3) == text
+
+    def chat(messages):
+        return messages[0]["content"]
+
+    with running(model, vocabulary.Tokenizer(tokenizer), chat=chat) as server:
+        case = {"temperature": 0, "max_tokens": 3}
+        messages = [{"role": "user", "content": prompt}]
+        assert complete(server, prompt=prompt, **case).choices[0].text == text
+        assert "".join(part.choices[0].text for part in pieces(server, prompt=prompt, **case)) == text
+        chats = server.client.chat.completions
+        assert chats.create(model="tiny", messages=messages, **case).choices[0].message.content == text
+        stream = chats.create(model="tiny", messages=messages, stream=True, **case)
+        assert "".join(part.choices[0].delta.content for part in stream) == text
 
 
 def test_a_choice_that_ends_leaves_its_row_to_others(server, model):
