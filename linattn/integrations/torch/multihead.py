@@ -1,5 +1,6 @@
 """torch's `nn.MultiheadAttention` with any inner attention: the same arguments, masks, shapes and weights."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
       that ignore the weights but do not pass `need_weights=False`.
     - `dropout` is the probability of dropping a weight in torch. Without a matrix none can be dropped alone: in
       training, a dropped key is dropped for all queries of its head.
+    - When the module leaves the meta device, by `to_empty` or for a state_dict, `inner` gets initial weights and
+      features: a state_dict of `nn.MultiheadAttention` has none for it.
     - A query that sees no key gets zeros (before the output projection), where torch may give NaN."""
 
     @check_types
@@ -83,6 +86,13 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         super()._reset_parameters()
         # but nn.TransformerEncoderLayer would then compute softmax attention itself, with our weights
         self._qkv_same_embed_dim = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        was_meta = self.out_proj.weight.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.out_proj.weight.is_meta:
+            _reset(self.inner)
+        return self
 
     def forward(
         self,
@@ -234,5 +244,17 @@ def _keep_inner(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     """Keep the inner attention's parameters if the state_dict, as nn.MultiheadAttention's, has none of them."""
     assert isinstance(module, TorchMultiheadAttention)
     own = module.inner.state_dict(prefix=f"{prefix}inner.")
-    if not any(name in state_dict for name in own):
-        state_dict.update(own)
+    if any(name in state_dict for name in own):
+        return
+    weight = state_dict.get(f"{prefix}out_proj.weight")
+    if weight is not None and any(tensor.is_meta for tensor in own.values()):
+        _reset(module.inner.to_empty(device=weight.device))
+        own = module.inner.state_dict(prefix=f"{prefix}inner.")
+    state_dict.update(own)
+
+
+def _reset(inner: nn.Module) -> None:
+    """Fill the weights and features with new numbers."""
+    for part in inner.modules():
+        if callable(reset := getattr(part, "reset_parameters", None)):
+            reset()

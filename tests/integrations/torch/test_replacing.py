@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
-from linattn import SoftmaxAttention, TorchMultiheadAttention, replace_attention, with_inner
+from linattn import SoftmaxAttention, TorchMultiheadAttention, named_attention, replace_attention, with_inner
 
 
 class BertSelfAttention(nn.Module):
@@ -76,6 +76,37 @@ def test_weights_that_are_computed_from_others_are_refused() -> None:
     attention = parametrizations.weight_norm(nn.MultiheadAttention(16, 4), "in_proj_weight")
     with pytest.raises(ValueError, match="computes in_proj_weight from other parameters"):
         with_inner(attention, "elu")
+
+
+def encoder() -> nn.TransformerEncoder:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2).eval()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("attention", ["favor", "local:2+favor_relu:2", "hedgehog", "elu"])
+def test_what_is_replaced_on_the_meta_device_is_complete_with_the_weights(attention: str, assign: bool) -> None:
+    """torch's weights say nothing of random features, and no key would be missing. Uninitialised memory is NaN here."""
+    usual = encoder()
+    weights = {name: tensor.clone() for name, tensor in usual.state_dict().items()}
+    with torch.device("meta"):
+        model = encoder()
+    replace_attention(model, attention)
+    torch.manual_seed(1)
+    replace_attention(usual, attention)
+    torch.manual_seed(1)
+    model = model if assign else model.to_empty(device="cpu")
+    model.load_state_dict(weights, assign=assign)
+    x = torch.randn(2, 5, 16)
+    assert_close(model(x), usual(x), rtol=0, atol=0)
+
+
+def test_an_attention_that_layers_share_is_complete_after_the_meta_device() -> None:
+    inner = named_attention("favor", num_heads=4, head_dim=4)
+    with torch.device("meta"):
+        model = encoder()
+    replace_attention(model, lambda module: inner)
+    model.to_empty(device="cpu").load_state_dict(encoder().state_dict())
+    assert model(torch.randn(2, 5, 16)).isfinite().all()
 
 
 def test_weights_that_are_one_stay_one() -> None:
