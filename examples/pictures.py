@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.backend_bases import FigureCanvasBase
+
+from examples.arguments import existing
 
 FIRST_RULE = "*{stroke-linejoin"
 THEMES = "svg{color:#222832;fill:currentColor}@media(prefers-color-scheme:dark){svg{color:#ced6dd}}"
@@ -36,16 +39,23 @@ def for_both_themes(svg: str) -> str:
     return svg if THEMES in svg else svg.replace(FIRST_RULE, THEMES + FIRST_RULE, 1)
 
 
+def picture(text: str) -> Path:
+    """Return the path of an argument that names a picture, in a format that can be written."""
+    if (path := Path(text)).suffix.removeprefix(".") not in FigureCanvasBase.filetypes:
+        raise argparse.ArgumentTypeError(f"{text} must end with .svg, .png or another format of matplotlib")
+    return path
+
+
 def parsed_out(description: str | None, arguments: Sequence[str] | None) -> Path:
     """Return the path that the command line of a picture gives with --out."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the picture")
+    parser.add_argument("--out", type=picture, required=True, help="the picture")
     return parser.parse_args(arguments).out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pictures", type=Path, nargs="+")
+    parser.add_argument("pictures", type=existing, nargs="+")
     for path in parser.parse_args(arguments).pictures:
         path.write_text(for_both_themes(path.read_text("utf-8")), "utf-8")
 

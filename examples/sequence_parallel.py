@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from linattn import LanguageModel, LanguageModelConfig
+from linattn.cli.argument_types import COUNT, METHOD
 from linattn.distributed import last_state, sequence_loss, shard_sequence, split_sequence
 
 
@@ -67,11 +68,13 @@ def train(tokens: int, steps: int, attention: str, dim: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=65_536)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--attention", default="gated_delta")
-    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--tokens", **COUNT, default=65_536)
+    parser.add_argument("--steps", **COUNT, default=3)
+    parser.add_argument("--attention", type=METHOD, default="gated_delta")
+    parser.add_argument("--dim", **COUNT, default=64)
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("torchrun starts the processes: see --help")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo")
     train(options.tokens, options.steps, options.attention, options.dim)

@@ -7,6 +7,7 @@
 The loss is the same in all cases."""
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from linattn import LanguageModel, LanguageModelConfig
+from linattn.cli.argument_types import COUNT
 from linattn.distributed import tensor_parallel
 from linattn.models import next_token_loss
 
@@ -50,10 +52,12 @@ def train(mesh: DeviceMesh, steps: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=int, default=1, help="groups of processes, each with its part of the batch")
-    parser.add_argument("--steps", type=int, default=50, help="steps of training")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", **COUNT, default=1, help="groups of processes, each with its part of the batch")
+    parser.add_argument("--steps", **COUNT, default=50, help="steps of training")
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("torchrun starts the processes: see --help")
     dist.init_process_group("gloo")
     if dist.get_world_size() % options.data:
         parser.error(f"--data {options.data} does not divide the {dist.get_world_size()} processes")

@@ -16,6 +16,7 @@ import torch
 from examples.detr.attentions import ATTENTIONS
 from examples.detr.images import collate
 from examples.detr.model import Detector
+from linattn.cli.argument_types import COUNT
 
 DIM, HEADS = 64, 4
 
@@ -44,7 +45,7 @@ def _peak() -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--side", nargs="+", type=int, default=[256, 512, 1024], help="pixels")
+    parser.add_argument("--side", nargs="+", **COUNT, default=[256, 512, 1024], help="pixels")
     parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
     options = parser.parse_args(arguments)
     print("| attention | " + " | ".join(f"{(-(-side // 8)) ** 2:,} tokens" for side in options.side) + " |")

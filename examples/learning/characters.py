@@ -78,6 +78,7 @@ def _model(attention: str | tuple[str, ...], **options: Any) -> LanguageModelCon
 TASK = Task(
     name="characters",
     title="characters",
+    needs_text=True,
     training=Training(steps=2_000, lr=1e-3, every=500),
     metric="loss",
     length=LENGTH,

@@ -141,6 +141,7 @@ def _task(name: str, title: str, length: int, prepare: Callable[..., Data], seco
         length=length,
         methods=MODELS | SILU,
         prepare=partial(prepare, length=length),
+        needs_text=prepare is _text,
     )
 
 

@@ -30,10 +30,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from examples.arguments import existing
 from examples.learning.lookups import matches, mixture_bits
 from examples.learning.report import markdown, replaced
-from examples.learning.run import append, existing, read
+from examples.learning.run import append, read
 from linattn import LanguageModel
+from linattn.cli.argument_types import COUNT, POSITIVE, SEED, numbers
 from linattn.cli.demo import EXCLUDED, bits_after
 from linattn.cli.main import main as linattn
 from linattn.cli.vocabulary import Bytes
@@ -53,6 +55,7 @@ CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 # what the table has of the worth of a past, by the record's names
 WORTH = {"short_past": "past", "lookup": "lookups"}
 
+CARRY = numbers(lambda x: 0 <= x < 1, "of at least 0 and below 1")
 SIZES, BATCH, RATE = "--dim 128 --num-heads 4 --window 64", 2_048, 5e-3
 METHODS = {
     # the command's own choice
@@ -346,16 +349,16 @@ CURVES: dict[str, Callable[[dict[str, Any]], list[tuple[str, float]]]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", nargs="+", choices=METHODS, default=[])
-    parser.add_argument("--carry", nargs="+", type=float, default=[0.0, 0.9], help="0: without --carry")
-    parser.add_argument("--seed", nargs="+", type=int, default=[0])
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--segment", type=int, help="tokens that keep their activations at once (default: all)")
+    parser.add_argument("--carry", nargs="+", **CARRY, default=[0.0, 0.9], help="0: without --carry")
+    parser.add_argument("--seed", nargs="+", **SEED, default=[0])
+    parser.add_argument("--depth", **COUNT, default=4)
+    parser.add_argument("--context", **COUNT, default=256)
+    parser.add_argument("--segment", **COUNT, help="tokens that keep their activations at once (default: all)")
     parser.add_argument(
         "--renamed", action="store_const", const=True, help="give each document made-up names, which no other has"
     )
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--lr", type=float, default=RATE)
+    parser.add_argument("--steps", **COUNT, default=600)
+    parser.add_argument("--lr", **POSITIVE, default=RATE)
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
     parser.add_argument("--page", type=existing, help="the page whose table and picture show the file")
     options = parser.parse_args(arguments)

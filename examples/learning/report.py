@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from examples.arguments import existing
 from examples.learning import haystack, library, recall, tracking
-from examples.learning.run import TASKS, existing, read
+from examples.learning.run import TASKS, read
 from examples.learning.task import Task, label
 from examples.learning.training import settings
 from examples.learning.variants import VARIANTS

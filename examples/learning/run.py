@@ -11,10 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from examples.arguments import existing
 from examples.learning import characters, copying, haystack, library, recall, tracking
 from examples.learning.task import Task
 from examples.learning.training import settings, train
 from examples.learning.variants import VARIANTS
+from linattn.cli.argument_types import COUNT, NATURAL, POSITIVE, SEED
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -37,13 +39,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def existing(text: str) -> Path:
-    """Return the path of an argument that names a file, which must be there."""
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text}")
-    return Path(text)
-
-
 def append(path: Path, record: dict[str, Any]) -> None:
     """Adds a line, after cutting off what another run left of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +55,10 @@ def is_done(record: dict[str, Any], task: Task, method: str, seed: int, variant:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.data is None and (name := next((name for name in options.task if TASKS[name].needs_text), None)):
+        parser.error(f"the task {name} needs a text: --data")
     given = {name: getattr(options, name) or [None] for name in ("steps", "optimizer", "lr", "warmup")}
     for seed, name, *values in itertools.product(options.seed, options.task, *given.values()):
         task, chosen = TASKS[name], zip(given, values, strict=True)
@@ -87,13 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     usual = [name for name in TASKS if name not in rare]
     parser.add_argument("--task", nargs="+", choices=TASKS, default=usual, help=f"(all but {', '.join(rare)})")
     parser.add_argument("--method", nargs="+", choices=methods, help="those that a task has not are left out (all)")
-    parser.add_argument("--seed", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", nargs="+", type=int, help="instead of the task's own number or time")
+    parser.add_argument("--seed", nargs="+", **SEED, default=[0])
+    parser.add_argument("--steps", nargs="+", **COUNT, help="instead of the task's own number or time")
     parser.add_argument("--optimizer", nargs="+", choices=("adamw", "muon"), help="instead of the task's own")
-    parser.add_argument("--lr", nargs="+", type=float, help="instead of the task's own learning rate")
-    parser.add_argument("--warmup", nargs="+", type=int, help="instead of the task's own steps of warm-up")
+    parser.add_argument("--lr", nargs="+", **POSITIVE, help="instead of the task's own learning rate")
+    parser.add_argument("--warmup", nargs="+", **NATURAL, help="instead of the task's own steps of warm-up")
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=[None], help="models with one thing changed")
-    parser.add_argument("--data", type=Path, help="the text for characters and prose")
+    parser.add_argument("--data", type=existing, help="the text for characters and prose")
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
     return parser
 

@@ -65,6 +65,7 @@ class Task:
     methods: Mapping[str, LanguageModelConfig]
     prepare: Callable[[int, Path | None], Data]
     """Data from a seed, and a file if the task needs one."""
+    needs_text: bool = False
 
 
 def label(method: str) -> str:

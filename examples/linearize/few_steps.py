@@ -15,6 +15,7 @@ import torch
 from examples.linearize import byte_lm
 from examples.linearize.task import CHUNK, Task
 from examples.linearize.training import teacher
+from linattn.cli.argument_types import COUNT, SEED
 from linattn.linearize import Budget, convert, fine_tune, plan, scores, transfer
 from linattn.linearize.stages import FIRST_STAGE
 
@@ -40,8 +41,8 @@ def results(task: Task, seed: int, folder: Path, steps: Sequence[int]) -> Iterat
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", nargs="+", type=int, default=[5, 10, 20, 40])
+    parser.add_argument("--seed", nargs="+", **SEED, default=[0])
+    parser.add_argument("--steps", nargs="+", **COUNT, default=[5, 10, 20, 40])
     parser.add_argument("--folder", type=Path, help="for teachers, which are trained once")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

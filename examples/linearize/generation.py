@@ -12,7 +12,8 @@ import torch
 from matplotlib.figure import Figure
 
 from examples.linearize import byte_lm
-from examples.pictures import save
+from examples.pictures import picture, save
+from linattn.cli.argument_types import COUNT
 from linattn.linearize import convert, plan
 from linattn.linearize.probes import Cost, costs, fused_softmax
 
@@ -57,10 +58,10 @@ def draw(pairs: Sequence[Sequence[Cost]], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
-    parser.add_argument("--rows", type=int, default=8, help="sequences that are generated at once (default: 8)")
+    parser.add_argument("--lengths", nargs="+", **COUNT, default=LENGTHS)
+    parser.add_argument("--rows", **COUNT, default=8, help="sequences that are generated at once (default: 8)")
     parser.add_argument("--compile", action="store_true", help="compile the tokens of both models by torch.compile")
-    parser.add_argument("--out", type=Path, required=True, help="the picture")
+    parser.add_argument("--out", type=picture, required=True, help="the picture")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     pairs = measured(options.lengths, options.rows, compiled=options.compile)

@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from examples.learning.run import existing, read
+from examples.arguments import existing
+from examples.learning.run import read
 from examples.linearize.run import ROWS, TASKS, Row
 from examples.linearize.task import Task
 

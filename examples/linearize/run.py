@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from examples.arguments import existing
 from examples.learning.run import append, read
 from examples.linearize import byte_lm, copy_of_symbols, encoder, recall, speech, vision
 from examples.linearize.task import Data, Task
 from examples.linearize.training import fit, teacher
+from linattn.cli.argument_types import SEED
 from linattn.linearize import (
     Budget,
     Progress,
@@ -190,10 +192,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--row", nargs="+", choices=ROWS, required=True, help="a control comes after its row")
-    parser.add_argument("--seed", nargs="+", type=int, default=[0])
+    parser.add_argument("--seed", nargs="+", **SEED, default=[0])
     parser.add_argument("--folder", type=Path, required=True, help="for teachers, which are trained once")
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
-    parser.add_argument("--images", type=Path, help="for vision: a file of MNIST's images, beside that of their labels")
+    parser.add_argument("--images", type=existing, help="vision: MNIST's images, a file beside that of their labels")
     return parser
 
 

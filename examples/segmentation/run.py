@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from examples.arguments import existing
 from examples.segmentation.brightest import BrightestDigit
 from examples.segmentation.glyphs import drawn, mnist
 from examples.segmentation.model import MIXERS
@@ -20,6 +21,7 @@ from examples.segmentation.nuclei import Nuclei, otsu
 from examples.segmentation.picture import draw
 from examples.segmentation.task import Task, mean_iou
 from examples.segmentation.training import train
+from linattn.cli.argument_types import COUNT
 
 DRAWN_DIGITS = 2_000
 # the mixers for each task
@@ -97,12 +99,12 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mnist", type=Path, help="MNIST's images in its own format; without it, digits are drawn")
-    parser.add_argument("--nuclei", type=Path, help="an .npz of images and packed masks; without it, no nuclei")
+    parser.add_argument("--mnist", type=existing, help="MNIST's images in its own format; without it, digits are drawn")
+    parser.add_argument("--nuclei", type=existing, help="an .npz of images and packed masks; without it, no nuclei")
     parser.add_argument("--task", nargs="+", choices=ON, default=list(ON))
     parser.add_argument("--mixer", nargs="+", choices=MIXERS, default=list(MIXERS))
-    parser.add_argument("--steps", type=int, help="instead of the tasks' own numbers")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on one thread (2)")
+    parser.add_argument("--steps", **COUNT, help="instead of the tasks' own numbers")
+    parser.add_argument("--jobs", **COUNT, default=2, help="runs at a time, each on one thread (2)")
     parser.add_argument("--out", type=Path, required=True, help="the folder for pictures and segmentation.jsonl")
     return parser
 

@@ -10,9 +10,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from examples.arguments import existing
 from examples.learning.characters import split
+from examples.pictures import picture
 from examples.talk import masked
 from linattn import LanguageModel, SoftmaxAttention, attention_weights
+from linattn.cli.argument_types import COUNT
 
 
 class Captured(NamedTuple):
@@ -34,13 +37,19 @@ def load(path: Path) -> nn.Module:
     return LanguageModel.load(path) if (path / "config.json").exists() else masked.load(path)
 
 
+def _folder(text: str) -> Path:
+    if not any((Path(text) / name).is_file() for name in ("config.json", masked.WEIGHTS)):
+        raise argparse.ArgumentTypeError(f"there is no model in {text}")
+    return Path(text)
+
+
 def parser(description: str | None, *, model: str, count: int) -> argparse.ArgumentParser:
     """Return the parser of the programs that look into a trained model."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("model", type=Path, help=model)
-    options.add_argument("--data", type=Path, required=True, help="the text")
-    options.add_argument("--texts", type=int, default=count, help=f"windows of it ({count})")
-    options.add_argument("--out", type=Path, required=True, help="the picture")
+    options.add_argument("model", type=_folder, help=model)
+    options.add_argument("--data", type=existing, required=True, help="the text")
+    options.add_argument("--texts", **COUNT, default=count, help=f"windows of it ({count})")
+    options.add_argument("--out", type=picture, required=True, help="the picture")
     return options
 
 

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from examples.learning.run import existing, read
+from examples.arguments import existing
+from examples.learning.run import read
 from examples.talk import lookup
 from examples.talk.captured import capture, load, parser, texts
 from examples.talk.combining import FeaturesOfProjected, ProjectedFeatures

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import elu
 
+from examples.pictures import picture
 from examples.talk.pictures import BLUE, GREEN, ORANGE, panels, save, tidy
 from linattn import causal_linear_attention
 
@@ -123,7 +124,7 @@ def _label(axes: Any, title: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the picture")
+    parser.add_argument("--out", type=picture, help="the picture")
     parser.add_argument("--peak", nargs=2, metavar=("NAME", "N"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

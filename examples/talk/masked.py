@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from examples.arguments import existing
 from examples.learning.characters import VOCABULARY, split
 from examples.learning.task import IGNORED, Training, loss_and_accuracy
 from examples.learning.training import fit
 from linattn import FeedForward, MultiheadAttention, SoftmaxAttention
+from linattn.cli.argument_types import COUNT
 from linattn.models import SequenceModel
 from linattn.nn.branch import Branch
 from linattn.nn.positions import LearnedPositions
@@ -97,8 +99,8 @@ def load(folder: Path) -> SequenceModel:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="a text, such as tinyshakespeare's input.txt")
-    parser.add_argument("--steps", type=int, default=SETTINGS.steps)
+    parser.add_argument("--data", type=existing, required=True, help="a text, such as tinyshakespeare's input.txt")
+    parser.add_argument("--steps", **COUNT, default=SETTINGS.steps)
     parser.add_argument("--out", type=Path, required=True, help="the folder")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

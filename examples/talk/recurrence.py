@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from examples.pictures import picture
 from examples.talk.pictures import BLACK, BLUE, ORANGE, panels, save, tidy
 from linattn import MultiheadAttention, map_state, named_attention
 
@@ -139,7 +140,7 @@ def draw(positions: Sequence[int], found: dict[str, list[tuple[float, int]]], al
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the picture")
+    parser.add_argument("--out", type=picture, required=True, help="the picture")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)

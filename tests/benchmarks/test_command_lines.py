@@ -18,6 +18,9 @@ PROGRAMS = [
 ]
 
 
+EXAMPLES = [path for path in PROGRAMS if path.parts[0] == "examples"]
+
+
 def arguments(path: Path) -> Iterator[str]:
     """Yield the first name of each argument that the program's parser has."""
     for node in ast.walk(ast.parse((ROOT / path).read_text("utf-8"))):
@@ -58,5 +61,32 @@ def test_an_unknown_name_is_refused(path, option, run, capsys):
     assert "nope" in capsys.readouterr().err.splitlines()[-1]
 
 
+NUMBERS = [
+    (path, option)
+    for path in EXAMPLES
+    for option in arguments(path)
+    if option
+    in {"--steps", "--seed", "--rows", "--texts", "--side", "--tokens", "--depth", "--lr", "--data", "--mnist"}
+]
+
+
+@pytest.mark.parametrize(("path", "option"), NUMBERS, ids=str)
+def test_numbers_and_files_that_cannot_be_are_refused(path, option, run, capsys):
+    """A file of this name is not there."""
+    model = [str(ROOT)] if "model" in arguments(path) else []
+    assert run(path, option, "-3", *model) == 2
+    assert "-3" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=str)
+def test_what_an_argument_may_be_is_checked_by_its_type(path):
+    """A number has a bound, and what is read must be there: a path that need not is written."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text("utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            name, types = ast.unparse(node.args[0]), [ast.unparse(x.value) for x in node.keywords if x.arg == "type"]
+            assert not {"int", "float"} & set(types), name
+            assert types != ["Path"] or name in ("'--out'", "'--folder'"), name
+
+
 def test_all_kinds_are_walked():
-    assert len(PROGRAMS) > 50 and len(LISTS) > 10
+    assert len(PROGRAMS) > 50 and len(LISTS) > 10 and len(NUMBERS) > 15
