@@ -11,6 +11,8 @@ def find_files(paths: Sequence[str], include: Sequence[str] = (), exclude: Seque
     """Return the named files and all files in the named folders, sorted. In folders, names that begin with a dot are
     skipped; `include` applies to files there, `exclude` to files and folders."""
     files: list[Path] = []
+    if "" in paths:
+        raise CommandError("the name of a file or folder is empty")
     for path in map(Path, paths):
         if not path.exists():
             raise CommandError(f"there is no file or folder {path}")

@@ -21,6 +21,8 @@ from linattn.console.errors import CommandError
 OFFSET = 1 << 30
 POLL_SECONDS, SILENT_SECONDS = 0.1, 1.0
 """The time from one look at a lock to the next, and how long a process waits before it says so."""
+TRIES = 1000
+"""The number of times that the parents of a lock may be gone before it is there: some disks take no new file."""
 UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
@@ -51,13 +53,16 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
 def _acquire(path: Path, folder: Path, wait: bool) -> int:
     """Lock the file at `path` for the `folder`, and return its descriptor. If another process deletes the file before
     it is locked, create and lock a new one."""
-    began, announced = time.monotonic(), False
+    began, announced, tries = time.monotonic(), False, 0
     while True:
         try:
             # a process that fails removes the parents that it has made
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:
+            tries += 1
+            if tries == TRIES:
+                raise
             continue
         try:
             _lock(descriptor)

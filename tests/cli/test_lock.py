@@ -175,6 +175,17 @@ def test_a_lock_file_that_is_deleted_meanwhile_is_no_lock(tmp_path, monkeypatch)
         assert deleted and lock.exists()
 
 
+def test_where_no_file_can_be_created_the_command_ends(tmp_path, monkeypatch):
+    """On Linux's /proc a new file is "not found", as in a folder that another process has removed meanwhile."""
+
+    def create(*_):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(lock.os, "open", create)
+    with pytest.raises(FileNotFoundError), locked(tmp_path / "run"):
+        pass
+
+
 def test_a_disk_without_locks_is_warned_of(tmp_path, monkeypatch, capsys):
     def unsupported(descriptor: int) -> None:
         raise OSError(errno.ENOLCK, "no locks available")

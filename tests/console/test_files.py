@@ -43,6 +43,9 @@ def test_a_link_back_does_not_go_round_for_ever(tree):
 def test_no_file_is_an_error(tree):
     with pytest.raises(CommandError, match=r"there is no file or folder .*nowhere"):
         find_files([str(tree / "nowhere")])
+    # it would be the folder of the command, where a variable of the shell is not set
+    with pytest.raises(CommandError, match="the name of a file or folder is empty"):
+        find_files([str(tree), ""])
     with pytest.raises(CommandError, match=r"there are no files that fit --include \*\.c"):
         find_files([str(tree)], include=("*.c",))
 
