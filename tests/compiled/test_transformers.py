@@ -44,9 +44,7 @@ def test_one_graph_reads_and_another_goes_on(attention):
     compiled = torch.compile(model, backend="eager", dynamic=True, fullgraph=True)
     with torch.no_grad():
         expected, cache = model(tokens, use_cache=False).logits, LinattnCache()
-        logits = [
-            compiled(piece, cache=cache).logits for piece in tokens.split([12, 1, 1, 1, 1, 1, 1, 1, 1], 1)
-        ]
+        logits = [compiled(piece, cache=cache).logits for piece in tokens.split([12, 1, 1, 1, 1, 1, 1, 1, 1], 1)]
     assert_close(torch.cat(logits, 1), expected)
 
 

@@ -134,9 +134,7 @@ def test_an_encoder_decoder_generates_from_states(family, method):
         assert_close(found, model.generate(**inputs, **options, num_beams=beams, use_cache=False))
     options["return_dict_in_generate"] = True
     # not Whisper's own generate, which cuts its cache's keys into rows
-    cache = [
-        GenerationMixin.generate(model, **inputs, **{**options, "max_new_tokens": n}).cache for n in (3, 6)
-    ]
+    cache = [GenerationMixin.generate(model, **inputs, **{**options, "max_new_tokens": n}).cache for n in (3, 6)]
     assert size(cache[0].self_attention_cache) == size(cache[1].self_attention_cache) > 0
     assert size(cache[0].cross_attention_cache) == size(cache[1].cross_attention_cache) > 0
 
