@@ -35,6 +35,9 @@ def test_a_page_has_the_tables_of_its_records(page, records, module):
 def test_records_that_are_not_there_empty_no_table(main, arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "page.md").write_text(page := (DOCS / "learning.md").read_text("utf-8"), "utf-8")
+    (tmp_path / "masked").mkdir()
+    for name in ("text", "masked/config.json"):
+        (tmp_path / name).touch()
     with pytest.raises(SystemExit):
         main(arguments)
     assert "there is no file none." in capsys.readouterr().err

@@ -164,7 +164,8 @@ def test_loss_and_accuracy_count_what_is_asked_only():
 def test_what_takes_long_or_a_text_is_run_only_if_it_is_named(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(run, "train", fake_train(calls))
-    run.main(["--out", str(tmp_path / "runs.jsonl")])
+    (tmp_path / "text").touch()
+    run.main(["--data", str(tmp_path / "text"), "--out", str(tmp_path / "runs.jsonl")])
     assert {name for name, _, _ in calls} == {
         name for name in run.TASKS if not name.startswith(("prose", "plays", "long", "scaling", "minutes"))
     }
