@@ -13,9 +13,10 @@ from transformers.models.auto import modeling_auto
 
 from linattn.checks import check_types
 from linattn.integrations.transformers.own_model.config import NotCopied
+from linattn.integrations.transformers.weight_files import finish_weights
 from linattn.linearize.attention import LayerSpec, LinearizedAttention, attach, linearized_layers, own_attention
 from linattn.linearize.calls import SOFTMAX
-from linattn.models.storage import check_version, finish_weights
+from linattn.models.storage import check_version
 from linattn.version import __version__
 
 FIELD = "linear_attention"

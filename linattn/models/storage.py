@@ -4,21 +4,18 @@ tells transformers where that class is. No pickle."""
 import json
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from jaxtyping import Shaped
 from torch import Tensor
 
-from linattn.files import atomic_file, safetensors_library, set_default_mode, write_tensors
+from linattn.files import atomic_file, safetensors_library, write_tensors
 from linattn.models.config import LanguageModelConfig, upgraded
 from linattn.version import __version__
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-# transformers names the files of weights in it if there are several
-INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 MODEL_TYPE = "linattn"
 # the token that begins every document, where a tokenizer has a name for it
@@ -68,16 +65,6 @@ def write_loader(folder: Path) -> None:
     text = f'"""Lets transformers load this folder: pip install linattn"""\n\nfrom {_INTEGRATION} import {names}\n'
     with atomic_file(folder / LOADER) as file:
         file.write_text(text, encoding="utf-8")
-
-
-def finish_weights(folder: Path) -> None:
-    """Give the files of weights that transformers has written the mode of any new file. Delete the single file of an
-    earlier save where the new weights are in several: the single one would be loaded."""
-    with suppress(FileNotFoundError):
-        if (folder / INDEX).stat().st_mtime_ns > (folder / WEIGHTS).stat().st_mtime_ns:
-            (folder / WEIGHTS).unlink()
-    for file in folder.glob("*.safetensors"):
-        set_default_mode(file)
 
 
 def read_tensors(

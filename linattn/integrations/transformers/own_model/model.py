@@ -18,9 +18,9 @@ from transformers.utils.generic import can_return_tuple
 
 from linattn.integrations.transformers.own_model.cache import LinattnCache, old_cache_name
 from linattn.integrations.transformers.own_model.config import LinattnConfig, NotCopied
+from linattn.integrations.transformers.weight_files import finish_weights
 from linattn.models import LanguageModel, TokenModelState
 from linattn.models.language_model import INIT_STD
-from linattn.models.storage import finish_weights
 from linattn.nn.branch import Call
 from linattn.nn.checks import check_indices, check_tokens
 from linattn.nn.residual import Extension
@@ -47,7 +47,7 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
         self.gradient_checkpointing = False
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
-        """Write the folder. Weights get the permissions of any new file, where safetensors lets only the owner read."""
+        """Write the folder, and finish its weights."""
         super().save_pretrained(save_directory, *args, **options)
         finish_weights(Path(save_directory))
 
